@@ -1,0 +1,56 @@
+# make venv | test | quick | demo | fmt | coverage | bench | pins.  Every target sets up what it needs by itself.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMP  := $(VENV)/.installed
+PINS   := tools/constraints.txt
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: venv test quick lint fmt coverage demo bench pins clean
+
+venv: $(STAMP)
+
+# torch is named by its exact version in a step of its own, so that pip takes a local CPU wheel where there is one.
+# The build backend is pinned as well: it is installed here instead of in pip's isolated build environment.
+$(STAMP): pyproject.toml $(PINS)
+	@echo "setting up $(VENV) (once, and when pyproject.toml or $(PINS) change)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c $(PINS) torch==2.13.0 hatchling editables
+	@$(PIP) install -c $(PINS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# All that CI runs. pytest comes last: its closing line is the verdict.
+test: lint
+	python -m pytest -q
+
+# Without what is slow or starts several processes.
+quick: $(STAMP)
+	python -m pytest -q -m "not slow and not distributed"
+
+lint: $(STAMP)
+	ruff check .
+	ruff format --check .
+	mypy
+
+fmt: $(STAMP)
+	ruff check --fix .
+	ruff format .
+
+coverage: $(STAMP)
+	python -m pytest -q --cov --cov-report=term
+
+demo: $(STAMP)
+	@python tools/demo.py
+
+bench: $(STAMP)
+	@python -m tools.bench
+
+# Pins what the virtual environment holds now, without local version labels, paths and this package.
+pins: $(STAMP)
+	@{ sed -n '/^#/p' $(PINS); $(PIP) freeze --exclude-editable | grep '==' | sed 's/+.*//' | sort -f; } > $(PINS).new && mv $(PINS).new $(PINS)
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
