@@ -1,0 +1,150 @@
+"""Formats: how a shard is indexed and how its blocks are read. A new format is one file and one line in ``_FORMATS``.
+
+A format is stateless; what it must remember of a shard (keys, member offsets, a footer) it returns as lists of the
+``ShardIndex``, which the manifest keeps and hands back with the ``Shard``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.columns import Rows
+from shardstream.errors import ManifestError
+from shardstream.manifest import ColumnSchema, Manifest
+
+RUN_NUM_BYTES = 4 << 20  # a run is about this much, decoded
+
+_FORMATS = {
+    ".parquet": "shardstream.formats.parquet:ParquetFormat",
+    ".pq": "shardstream.formats.parquet:ParquetFormat",
+    ".tar": "shardstream.formats.tar:TarFormat",
+    ".tar.gz": "shardstream.formats.tar:TarFormat",
+    ".tgz": "shardstream.formats.tar:TarFormat",
+    ".tar.zst": "shardstream.formats.tar:TarFormat",
+    ".tar.zstd": "shardstream.formats.tar:TarFormat",
+}
+
+
+@dataclass(frozen=True)
+class IndexOptions:
+    """What indexing looks at.
+
+    Attributes:
+        tokens_column: List column whose lengths are the token counts, or None.
+        targets: Head name → column whose entries that are not ``ignore_index`` are counted per sample.
+        ignore_index: The label that does not count.
+        run_num_bytes: Decoded size of a run.
+    """
+
+    tokens_column: str | None = None
+    targets: Mapping[str, str] = field(default_factory=dict)
+    ignore_index: int = -100
+    run_num_bytes: int = RUN_NUM_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class ShardIndex:
+    """What indexing learned of one shard; one row of the manifest.
+
+    Attributes:
+        format: ``"parquet"``, ``"tar"``, ``"tar.gz"`` or ``"tar.zst"``.
+        num_bytes: Size of the file.
+        version_tag: ``storage.version_tag`` of the file as it was read.
+        digest: 32 hex digits: blake2b of what was read (Parquet footer, or the member table).
+        block_rows: int32[b]; blocks without rows are left out.
+        block_run_rows: int32[b].
+        block_offset: int64[b], in the file.
+        block_num_bytes: int64[b], in the file.
+        columns: Sample schema of this shard.
+        arrow_schema: Serialised Arrow schema (Parquet), or b"".
+        lists: Per-shard lists by name (see ``manifest_file`` for the names).
+        warnings: What the user should know (missing end blocks, blocks that can only be streamed).
+    """
+
+    format: str
+    num_bytes: int
+    version_tag: str
+    digest: str
+    block_rows: npt.NDArray[np.int32]
+    block_run_rows: npt.NDArray[np.int32]
+    block_offset: npt.NDArray[np.int64]
+    block_num_bytes: npt.NDArray[np.int64]
+    columns: tuple[ColumnSchema, ...]
+    arrow_schema: bytes = b""
+    lists: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A shard as a format sees it when it reads: where it is, and what the manifest knows of it."""
+
+    manifest: Manifest
+    index: int
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """Full location."""
+        return self.manifest.url(self.index)
+
+    def read_lists(self, *names: str) -> dict[str, Any]:
+        """Returns the named per-shard lists."""
+        if self.manifest.lists is None:
+            raise ManifestError("this manifest has no per-shard lists", url=self.url, hint="index the shards again")
+        return self.manifest.lists.read(self.index, names)
+
+
+class Format(Protocol):
+    """What a format must do. ``FormatTests`` in ``tests/formats/conformance.py`` checks it."""
+
+    def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
+        """Reads what is needed to know every block of a shard.
+
+        Raises:
+            ManifestError: If the shard is broken or cannot be used, naming the shard and, where it applies, the member.
+            ReadError: If storage failed.
+        """
+        ...
+
+    def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
+        """Yields the runs of a block in file order, beginning with run ``first_run``.
+
+        Opened lazily: nothing is read before the first ``next``. Closing the generator closes every file.
+        At most a run and what its decoding needs is held in memory.
+
+        Args:
+            shard: The shard.
+            block: Index of the block in the manifest (not in the shard).
+            columns: Names of the columns wanted, or None for all.
+            first_run: Run to begin with; earlier ones are skipped as cheaply as the format can.
+
+        Raises:
+            ShardChangedError: If the file is not the one that was indexed.
+            DecodeError: If the bytes cannot be decoded, or a wanted column is missing in a row.
+            ReadError: If storage failed.
+        """
+        ...
+
+
+def format_of(url: str) -> Format:
+    """Returns the format of a shard by its name's ending.
+
+    Raises:
+        ManifestError: If no format has that ending.
+    """
+    name = url.split("?", 1)[0].lower() if "://" in url else url.lower()
+    for suffix in sorted(_FORMATS, key=len, reverse=True):
+        if name.endswith(suffix):
+            module, attribute = _FORMATS[suffix].split(":")
+            made: Format = getattr(import_module(module), attribute)()
+            return made
+    raise ManifestError(
+        "no format is known for this shard", url=url, expected=f"a name ending in {', '.join(sorted(_FORMATS))}"
+    )

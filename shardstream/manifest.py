@@ -1,0 +1,278 @@
+"""The manifest: what is known of every shard before a byte of data is read. A frozen value in columns.
+
+Reading and writing the file is ``manifest_file``; making one from shards is ``index``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import ManifestError
+
+if TYPE_CHECKING:
+    import os
+
+Int64Array = npt.NDArray[np.int64]
+Int32Array = npt.NDArray[np.int32]
+
+MANIFEST_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ColumnSchema:
+    """One column of the samples (Parquet) or one field, by suffix (tar).
+
+    Attributes:
+        name: Column name, or the suffix of tar members (``"jpg"``, ``"seg.png"``).
+        type: The unified Arrow type as text (``"list<element: int32>"``), or ``"bytes"`` for a tar field.
+        num_missing: For tar: samples that lack the field. For Parquet: null rows, as far as statistics tell; -1 unknown.
+    """
+
+    name: str
+    type: str
+    num_missing: int = 0
+
+
+class ShardLists(Protocol):
+    """Per-shard lists that stay on disk (keys, member offsets, token lengths), read one shard at a time."""
+
+    def read(self, shard: int, names: Sequence[str]) -> dict[str, Any]:
+        """Returns for each name the list of this shard: a numpy array for numbers, a list for bytes and text."""
+        ...
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the lists that this manifest has."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """All shards and blocks of a data set, in manifest order. Immutable; about 24 bytes a block.
+
+    S shards, B blocks (blocks without rows are not blocks). Make one with ``build_manifest`` or ``Manifest.load``.
+
+    Attributes:
+        root: Folder or URL that every ``urls`` entry is below, ending without a slash; "" if there is none.
+        urls: Shard locations relative to ``root``.
+        formats: Format name of each shard (``"parquet"``, ``"tar"``, ``"tar.gz"``, ``"tar.zst"``).
+        num_bytes: int64[S], size of each shard file.
+        version_tags: What tells a changed file without reading it: an etag, or size and modification time.
+        digests: Hash of what indexing read of each shard (the Parquet footer, or the tar's member table).
+        shard_first_block: int64[S + 1], index of each shard's first block; the last entry is B.
+        block_rows: int32[B], rows of each block (at least 1).
+        block_run_rows: int32[B], rows per run of each block.
+        block_offset: int64[B], where the block's bytes begin in the file.
+        block_num_bytes: int64[B], how many bytes of the file it takes.
+        columns: The sample schema.
+        arrow_schema: Serialised Arrow schema of the samples (Parquet), or b"".
+        tokens_column: Column whose list lengths are the token counts, or None.
+        path: Where this manifest was read from or written to, or None.
+        lists: Access to the per-shard lists, or None.
+        metadata: Further settings of indexing, as JSON-able values (``{"targets": {...}, "ignore_index": -100}``).
+
+    Example:
+        >>> manifest = Manifest.synthetic(num_shards=2, blocks_per_shard=3, rows_per_block=10)
+        >>> manifest.num_samples, manifest.num_blocks, len(manifest.urls)
+        (60, 6, 2)
+        >>> manifest.shard_of_block(np.array([0, 2, 3])).tolist()
+        [0, 0, 1]
+    """
+
+    root: str
+    urls: Sequence[str]
+    formats: Sequence[str]
+    num_bytes: Int64Array
+    version_tags: Sequence[str]
+    digests: Sequence[str]
+    shard_first_block: Int64Array
+    block_rows: Int32Array
+    block_run_rows: Int32Array
+    block_offset: Int64Array
+    block_num_bytes: Int64Array
+    columns: tuple[ColumnSchema, ...] = ()
+    arrow_schema: bytes = b""
+    tokens_column: str | None = None
+    path: str | None = None
+    lists: ShardLists | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    # ------------------------------------------------------------------------------------------------ derived
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards, those without samples included."""
+        return len(self.urls)
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks, all of which have rows."""
+        return len(self.block_rows)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of samples."""
+        return int(self.block_start[-1])
+
+    @cached_property
+    def block_start(self) -> Int64Array:
+        """int64[B + 1]: sample id of each block's first row; the last entry is the number of samples."""
+        start = np.zeros(self.num_blocks + 1, np.int64)
+        np.cumsum(self.block_rows, out=start[1:])
+        return start
+
+    @cached_property
+    def first_sample(self) -> Int64Array:
+        """int64[S + 1]: sample id of each shard's first row; the last entry is the number of samples."""
+        return self.block_start[self.shard_first_block]
+
+    @property
+    def shard_num_samples(self) -> Int64Array:
+        """int64[S]: samples of each shard."""
+        return np.diff(self.first_sample)
+
+    @cached_property
+    def has_long_blocks(self) -> bool:
+        """Whether some block is cut into more than one run (then lanes have phases)."""
+        return bool(np.any(self.block_rows > self.block_run_rows))
+
+    def shard_of_block(self, block: npt.NDArray[np.integer[Any]]) -> Int64Array:
+        """Returns the shard of each block: int64, of the shape of ``block``."""
+        return np.searchsorted(self.shard_first_block, block, side="right") - 1
+
+    def shard_of_sample(self, sample_id: npt.NDArray[np.integer[Any]]) -> Int64Array:
+        """Returns the shard of each sample id: int64, of the shape of ``sample_id``."""
+        return np.searchsorted(self.first_sample, sample_id, side="right") - 1
+
+    def url(self, shard: int) -> str:
+        """Returns the full location of a shard, credentials included: to open it, not to show it."""
+        return f"{self.root}/{self.urls[shard]}" if self.root else self.urls[shard]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """32 hex digits that identify the order's input: urls below the root, formats, digests, blocks and runs.
+
+        No times and no locations: a data set that was moved keeps its fingerprint.
+        """
+        hasher = hashlib.blake2b(digest_size=16, person=b"manifest1")
+        for texts in (self.urls, self.formats, self.digests):
+            _hash_texts(hasher, texts)
+        for numbers in (self.shard_first_block, self.block_rows, self.block_run_rows):
+            hasher.update(np.ascontiguousarray(numbers, dtype="<i8").tobytes())
+        return hasher.hexdigest()
+
+    def differences(self, before: Manifest, *, at_most: int = 10) -> list[str]:
+        """Names the shards that differ from an earlier manifest: added, missing, changed, or in another place.
+
+        Args:
+            before: The earlier manifest.
+            at_most: How many to name; the rest is counted.
+
+        Returns:
+            One text a shard; empty if the fingerprints are equal.
+        """
+        if before.fingerprint == self.fingerprint:
+            return []
+        old, new = ({m.urls[k]: (k, m._shard_identity(k)) for k in range(m.num_shards)} for m in (before, self))
+        texts = [f"{url} was added" for url in new if url not in old]
+        texts += [f"{url} is missing" for url in old if url not in new]
+        texts += [f"{url} has changed" for url in new if url in old and new[url][1] != old[url][1]]
+        if not texts:
+            texts = [
+                f"{url} has moved from place {old[url][0]} to {new[url][0]}" for url in new if new[url] != old[url]
+            ]
+        return texts[:at_most] + ([f"and {len(texts) - at_most} more"] if len(texts) > at_most else [])
+
+    def _shard_identity(self, shard: int) -> tuple[object, ...]:
+        blocks = slice(*self.shard_first_block[shard : shard + 2].tolist())
+        rows, run_rows = self.block_rows[blocks].tobytes(), self.block_run_rows[blocks].tobytes()
+        return (self.formats[shard], self.digests[shard], rows, run_rows)
+
+    # ------------------------------------------------------------------------------------------------ making
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, root: str | None = None) -> Manifest:
+        """Reads a manifest file.
+
+        Args:
+            path: A local path or fsspec URL, as written by ``build_manifest`` or ``shardstream index``.
+            root: Where the shards are now, if they were moved since.
+
+        Returns:
+            The manifest, its fingerprint checked against the file's.
+
+        Raises:
+            ManifestError: If it is missing, not a manifest, of a newer version, or damaged.
+        """
+        from shardstream.manifest_file import load_manifest
+
+        return load_manifest(path, root=root)
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Manifest:
+        """Writes this manifest to a file: to a temporary name first, then renamed.
+
+        Args:
+            path: A local path or fsspec URL.
+            overwrite: Replace an existing manifest of another fingerprint. Without it that is an error, because
+                running jobs and cursors refer to the one that is there.
+
+        Returns:
+            The same manifest with ``path`` set.
+
+        Raises:
+            ManifestError: If another manifest is at ``path``.
+        """
+        from shardstream.manifest_file import save_manifest
+
+        return save_manifest(self, path, overwrite=overwrite)
+
+    @classmethod
+    def synthetic(
+        cls, *, num_shards: int, blocks_per_shard: int, rows_per_block: int, run_rows: int | None = None
+    ) -> Manifest:
+        """Makes a manifest of shards that do not exist, to plan and audit a job before its data exists.
+
+        Args:
+            num_shards: Number of shards.
+            blocks_per_shard: Blocks of each.
+            rows_per_block: Rows of each block.
+            run_rows: Rows per run; by default a block is one run.
+
+        Returns:
+            The manifest. Its arrays of equal numbers take no memory.
+
+        Raises:
+            ManifestError: If a number is negative or, for rows, not positive.
+        """
+        rows_per_run = rows_per_block if run_rows is None else run_rows
+        if num_shards < 0 or blocks_per_shard < 0 or rows_per_block < 1 or rows_per_run < 1:
+            found = (num_shards, blocks_per_shard, rows_per_block, rows_per_run)
+            raise ManifestError("sizes of a synthetic manifest must be positive", found=found)
+        num_blocks = num_shards * blocks_per_shard
+        return cls(
+            root="synthetic://",
+            urls=[f"shard-{k:06d}.parquet" for k in range(num_shards)],
+            formats=["synthetic"] * num_shards,
+            num_bytes=np.broadcast_to(np.int64(0), num_shards),
+            version_tags=[""] * num_shards,
+            digests=[""] * num_shards,
+            shard_first_block=np.arange(num_shards + 1, dtype=np.int64) * blocks_per_shard,
+            block_rows=np.broadcast_to(np.int32(rows_per_block), num_blocks),
+            block_run_rows=np.broadcast_to(np.int32(min(rows_per_run, rows_per_block)), num_blocks),
+            block_offset=np.broadcast_to(np.int64(0), num_blocks),
+            block_num_bytes=np.broadcast_to(np.int64(0), num_blocks),
+        )
+
+
+def _hash_texts(hasher: hashlib.blake2b, texts: Iterable[str]) -> None:
+    """Feeds texts so that no two lists look alike: their lengths, then their bytes."""
+    encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+    hasher.update(np.array([len(encoded), *map(len, encoded)], dtype="<i8").tobytes())
+    hasher.update(b"".join(encoded))

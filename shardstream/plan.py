@@ -1,0 +1,301 @@
+"""The plan: everything that ranks must agree on, as one frozen value. It joins the order with the dealing.
+
+A plan walks epoch by epoch: ``plan.epoch(e, start)`` has the order and the deal of one, ``plan.micro_batches`` yields
+what one rank's worker reads, in order, with the cursor that is right once a batch was trained on.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from shardstream.batching import resolve_accumulate
+from shardstream.cursor import Cursor
+from shardstream.deal import PARITY_TAILS, BoolArray, Deal
+from shardstream.errors import CursorError, PlanError, ShardStreamWarning, shown_url
+from shardstream.manifest import Manifest
+from shardstream.order import EpochOrder, Located, Shuffle, default_lanes
+from shardstream.permutation import Int64Array
+
+_WINDOWS_AT_ONCE = 4096  # positions of this many samples are dealt in one go
+
+
+class PlannedBatch(NamedTuple):
+    """One micro-batch of one rank, before its data is read."""
+
+    index: int
+    """Index among the rank's micro-batches, counted from the start of the pass."""
+    epoch: int
+    position: int
+    """Position in the epoch where its window begins."""
+    window: int
+    """Index of its window, counted from the start of the pass."""
+    micro: int
+    """Index in the window."""
+    positions: Int64Array
+    """int64[n]; from N on they belong to the next epoch."""
+    is_padding: BoolArray
+    """bool[n]."""
+    is_last_in_window: bool
+    is_last_in_epoch: bool
+    """Whether the rank has no further micro-batch in this epoch."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Order, batch and tail of a job; the same on every rank. Make one with ``Plan.make``, which fills in defaults.
+
+    Attributes:
+        manifest: The data set.
+        seed: The job's seed.
+        world_size: Number of data-parallel ranks.
+        batch_size: Samples of a micro-batch.
+        accumulate: Micro-batches of a rank in a window.
+        lanes: Lanes of the order.
+        shuffle: How the order is shuffled.
+        tail: What happens to the last, partial window of an epoch.
+    """
+
+    manifest: Manifest
+    seed: int
+    world_size: int
+    batch_size: int
+    accumulate: int
+    lanes: int
+    shuffle: Shuffle
+    tail: str
+
+    @classmethod
+    def make(
+        cls,
+        manifest: Manifest,
+        *,
+        batch_size: int,
+        world_size: int = 1,
+        global_batch: int | None = None,
+        accumulate: int | None = None,
+        seed: int = 0,
+        lanes: int | None = None,
+        shuffle: Shuffle = True,
+        tail: str = "pad",
+    ) -> Plan:
+        """Returns a plan with the defaults of the design, everything checked.
+
+        Raises:
+            PlanError: If settings do not fit together, or there are no samples.
+
+        Example:
+            >>> plan = Plan.make(
+            ...     Manifest.synthetic(num_shards=2, blocks_per_shard=2, rows_per_block=6), batch_size=2, world_size=3
+            ... )
+            >>> plan.global_batch, plan.lanes, plan.epoch(0).deal.num_windows
+            (6, 6, 4)
+        """
+        accumulate = resolve_accumulate(
+            world_size=world_size, batch_size=batch_size, global_batch=global_batch, accumulate=accumulate
+        )
+        if manifest.num_samples == 0:
+            urls = [shown_url(manifest.url(shard)) for shard in range(min(manifest.num_shards, 10))]
+            raise PlanError("the data set has no samples", found=f"{manifest.num_shards} shards: {', '.join(urls)}")
+        if lanes is None:
+            one_lane = shuffle is not True or tail in PARITY_TAILS
+            lanes = 1 if one_lane else default_lanes(world_size * batch_size * accumulate, manifest.num_blocks)
+        plan = cls(manifest, seed, world_size, batch_size, accumulate, lanes, shuffle, tail)
+        first = plan.epoch(0)
+        if first.deal.num_windows == 0:
+            warnings.warn(
+                f"tail={tail!r} leaves no step: {manifest.num_samples} samples do not fill one global batch of "
+                f"{plan.global_batch} ({world_size} ranks); use tail='pad' or a smaller global batch",
+                ShardStreamWarning,
+                stacklevel=2,
+            )
+        return plan
+
+    @property
+    def global_batch(self) -> int:
+        """G: samples of one optimizer step over all ranks."""
+        return self.world_size * self.batch_size * self.accumulate
+
+    @property
+    def num_positions(self) -> int:
+        """N: positions of an epoch."""
+        return self.manifest.num_samples
+
+    @cached_property
+    def _order(self) -> Callable[[int], EpochOrder]:
+        """The orders of the epochs in use: the current one, and the next where windows reach over."""
+        return lru_cache(maxsize=2)(lambda epoch: EpochOrder(self.manifest, self.seed, epoch, self.lanes, self.shuffle))
+
+    def __getstate__(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # not what was only remembered
+
+    def epoch(self, epoch: int, start: int = 0) -> EpochPlan:
+        """Returns the order and the deal of an epoch, the deal beginning at position ``start``."""
+        deal = Deal(
+            num_positions=self.num_positions,
+            world_size=self.world_size,
+            batch_size=self.batch_size,
+            accumulate=self.accumulate,
+            tail=self.tail,
+            lanes=self.lanes,
+            start=start,
+        )
+        return EpochPlan(epoch, self._order(epoch), deal)
+
+    def locate(self, epoch: int, positions: Int64Array) -> Located:
+        """Returns block, run and row of positions; those from N on belong to the epochs that follow."""
+        ahead = positions // self.num_positions
+        if not ahead.any():
+            return self._order(epoch).rows(positions)
+        located = np.empty((3, len(positions)), np.int64)
+        for more in np.unique(ahead).tolist():
+            there = ahead == more
+            located[:, there] = self._order(epoch + more).rows(positions[there] - more * self.num_positions)
+        return Located(*located)
+
+    # ------------------------------------------------------------------------------------------------ cursors
+
+    def cursor(self, epoch: int = 0, position: int = 0, grid_start: int = 0) -> Cursor:
+        """Returns the cursor of a place in this plan."""
+        return Cursor(
+            fingerprint=self.manifest.fingerprint,
+            seed=self.seed,
+            epoch=epoch,
+            position=position,
+            grid_start=grid_start,
+            global_batch=self.global_batch,
+            shuffle=self.shuffle,
+            lanes=self.lanes,
+            tail=self.tail,
+            world_size=self.world_size if self.tail in PARITY_TAILS else None,
+            manifest=None if self.manifest.path is None else shown_url(self.manifest.path),
+        )
+
+    def cursor_after(self, batch: PlannedBatch, grid_start: int = 0) -> Cursor:
+        """Returns the cursor that is right once a batch was trained on: its window's last micro-batch moves it."""
+        here = self.cursor(batch.epoch, batch.position, grid_start)
+        return here.advanced(1, num_positions=self.num_positions) if batch.is_last_in_window else here
+
+    def resume(self, cursor: Cursor, *, allow_batch_change: bool = False) -> tuple[Plan, Cursor]:
+        """Checks a cursor against this plan and adopts its lanes.
+
+        Args:
+            cursor: From a checkpoint.
+            allow_batch_change: Accept another global batch; a new grid of windows begins at the cursor.
+
+        Returns:
+            The plan with the cursor's lanes, and the cursor in terms of this plan.
+
+        Raises:
+            CursorError: If the cursor is of another manifest, seed, order, batch or tail; everything that differs is
+                listed, the shards by name where both manifests can be had.
+        """
+        plan = replace(self, lanes=cursor.lanes)
+        mine = plan.cursor(cursor.epoch, cursor.position, cursor.grid_start)
+        if different := cursor.differences(mine, allow_batch_change=allow_batch_change):
+            raise CursorError(
+                "the cursor does not belong to this run: " + "; ".join(different) + self._differing_shards(cursor),
+                hint=_way_out(different),
+            )
+        if not 0 <= cursor.position < max(self.num_positions, 1):
+            raise CursorError(
+                "the cursor lies outside the epoch", expected=f"0..{self.num_positions - 1}", found=cursor.position
+            )
+        if cursor.global_batch != self.global_batch:
+            return plan, replace(mine, grid_start=cursor.position)
+        if self.tail != "continue" and (cursor.position - cursor.grid_start) % self.global_batch:
+            expected = f"{cursor.grid_start} + a multiple of {self.global_batch}"
+            raise CursorError("the cursor is not at the start of a window", expected=expected, found=cursor.position)
+        return plan, mine
+
+    def _differing_shards(self, cursor: Cursor) -> str:
+        if cursor.fingerprint == self.manifest.fingerprint:
+            return ""
+        if cursor.manifest is None:
+            return "; which shards differ is unknown: the cursor's manifest was never saved"
+        try:
+            before = Manifest.load(cursor.manifest)
+        except Exception as error:  # the refusal must come through, whatever became of the old manifest
+            return f"; which shards differ is unknown: {error}"
+        if before.fingerprint != cursor.fingerprint:
+            return f"; which shards differ is unknown: {cursor.manifest} is no longer the cursor's manifest"
+        return "; shards: " + "; ".join(self.manifest.differences(before))
+
+    # ------------------------------------------------------------------------------------------------ batches
+
+    def micro_batches(
+        self, rank: int, start: Cursor, *, worker: int = 0, num_workers: int = 1, first_index: int = 0
+    ) -> Iterator[PlannedBatch]:
+        """Yields what one worker of a rank reads: every ``num_workers``-th micro-batch, beginning with ``worker``.
+
+        To the end of the epoch; with ``tail="continue"`` on and on.
+
+        Args:
+            rank: Data-parallel rank.
+            start: Where the pass begins.
+            worker: Index of the DataLoader worker.
+            num_workers: Number of workers (1 for none).
+            first_index: Micro-batches of the rank before this index are skipped.
+        """
+        epoch, position, index = start.epoch, start.position, 0
+        while True:
+            deal = self.epoch(epoch, position).deal
+            num_here = deal.num_micro_batches(rank)
+            wanted = range(
+                max(worker, first_index + (worker - first_index) % num_workers), index + num_here, num_workers
+            )
+            for batch in _dealt(deal, rank, wanted[max(0, -(-(index - wanted.start) // num_workers)) :], index):
+                window = batch.index // self.accumulate
+                yield batch._replace(epoch=epoch, window=window, is_last_in_epoch=batch.index == index + num_here - 1)
+            if self.tail != "continue":
+                return
+            index += num_here
+            end = position + deal.num_windows * self.global_batch
+            epoch, position = epoch + end // self.num_positions, end % self.num_positions
+
+
+def _dealt(deal: Deal, rank: int, wanted: range, first_index: int) -> Iterator[PlannedBatch]:
+    """Yields the wanted micro-batches of one epoch; whole windows are dealt many at a time."""
+    share, at_once = deal.batch_size * deal.accumulate, max(1, _WINDOWS_AT_ONCE // (deal.batch_size * deal.accumulate))
+    begin, end = 0, 0
+    positions = np.empty((0, share), np.int64)
+    real = np.zeros(deal.batch_size, np.bool_)
+    for index in wanted:
+        window, micro = divmod(index - first_index, deal.accumulate)
+        if window >= deal.num_whole_windows:
+            cut = deal.micro_batch(rank, index - first_index)
+            here, is_padding, is_last = cut.positions, cut.is_padding, cut.is_last
+        else:
+            if not begin <= window < end:
+                begin, end = window, min(window + at_once, deal.num_whole_windows)
+                positions = deal.parts(rank, begin, end - begin)
+            here = positions[window - begin, micro * deal.batch_size : (micro + 1) * deal.batch_size]
+            is_padding, is_last = real, micro == deal.accumulate - 1
+        place = deal.start + window * deal.global_batch
+        yield PlannedBatch(index, 0, place, window, micro, here, is_padding, is_last, is_last_in_epoch=False)
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPlan:
+    """The order and the deal of one epoch."""
+
+    epoch: int
+    order: EpochOrder
+    deal: Deal
+
+
+def _way_out(different: list[str]) -> str:
+    names = {text.split(":", 1)[0] for text in different}
+    ways = []
+    if "fingerprint" in names:
+        ways.append("resume with the manifest the run began with")
+    if "global_batch" in names:
+        ways.append("keep the global batch (change accumulate with the world size), or pass allow_batch_change=True")
+    if rest := sorted(names - {"fingerprint", "global_batch"}):
+        ways.append(f"set {', '.join(rest)} as in the cursor")
+    return ", and ".join(ways) + "; or start a new run without the cursor"
