@@ -131,7 +131,7 @@ class Deal:
 
     @property
     def num_windows(self) -> int:
-        """Windows (optimizer steps) up to the end of the epoch, the last, partial one included where it is not dropped."""
+        """Windows (optimizer steps) to the end of the epoch, the last, partial one included where it is not dropped."""
         return self.num_whole_windows + bool(len(self._tail.positions))
 
     def num_micro_batches(self, rank: int) -> int:
@@ -188,13 +188,15 @@ class Deal:
     def parts(self, rank: int, first_window: int, num_windows: int) -> Int64Array:
         """Returns what a rank reads of several whole windows at once: int64[num_windows, batch_size * accumulate]."""
         share = self.batch_size * self.accumulate
-        first = self.start + (first_window + np.arange(num_windows, dtype=np.int64)[:, None]) * self.global_batch
+        windows = np.arange(first_window, first_window + num_windows, dtype=np.int64)
+        first: Int64Array = self.start + windows[:, None] * self.global_batch
         if self.lanes == 1:
             return first + rank + self.world_size * np.arange(share)
         if self.global_batch % self.lanes == 0:
             # Each lane has G/L positions of every window, so the lane order is plain arithmetic.
             lane, turn = np.divmod(np.arange(rank * share, (rank + 1) * share), self.global_batch // self.lanes)
-            return first + (lane - first) % self.lanes + turn * self.lanes
+            dealt: Int64Array = first + (lane - first) % self.lanes + turn * self.lanes
+            return dealt
         rows = [self._dealt(_real(np.arange(f, f + self.global_batch))).positions for f in first[:, 0].tolist()]
         return np.array(rows, np.int64).reshape(num_windows, -1)[:, rank * share : (rank + 1) * share]
 

@@ -32,7 +32,7 @@ class ColumnSchema:
     Attributes:
         name: Column name, or the suffix of tar members (``"jpg"``, ``"seg.png"``).
         type: The unified Arrow type as text (``"list<element: int32>"``), or ``"bytes"`` for a tar field.
-        num_missing: For tar: samples that lack the field. For Parquet: null rows, as far as statistics tell; -1 unknown.
+        num_missing: For tar: samples that lack the field. For Parquet: null rows as far as statistics tell, else -1.
     """
 
     name: str
@@ -180,7 +180,7 @@ class Manifest:
         """
         if before.fingerprint == self.fingerprint:
             return []
-        old, new = ({m.urls[k]: (k, m._shard_identity(k)) for k in range(m.num_shards)} for m in (before, self))
+        old, new = ({m.urls[k]: (k, _shard_identity(m, k)) for k in range(m.num_shards)} for m in (before, self))
         texts = [f"{url} was added" for url in new if url not in old]
         texts += [f"{url} is missing" for url in old if url not in new]
         texts += [f"{url} has changed" for url in new if url in old and new[url][1] != old[url][1]]
@@ -189,11 +189,6 @@ class Manifest:
                 f"{url} has moved from place {old[url][0]} to {new[url][0]}" for url in new if new[url] != old[url]
             ]
         return texts[:at_most] + ([f"and {len(texts) - at_most} more"] if len(texts) > at_most else [])
-
-    def _shard_identity(self, shard: int) -> tuple[object, ...]:
-        blocks = slice(*self.shard_first_block[shard : shard + 2].tolist())
-        rows, run_rows = self.block_rows[blocks].tobytes(), self.block_run_rows[blocks].tobytes()
-        return (self.formats[shard], self.digests[shard], rows, run_rows)
 
     # ------------------------------------------------------------------------------------------------ making
 
@@ -269,6 +264,12 @@ class Manifest:
             block_offset=np.broadcast_to(np.int64(0), num_blocks),
             block_num_bytes=np.broadcast_to(np.int64(0), num_blocks),
         )
+
+
+def _shard_identity(manifest: Manifest, shard: int) -> tuple[object, ...]:
+    blocks = slice(*manifest.shard_first_block[shard : shard + 2].tolist())
+    rows, run_rows = manifest.block_rows[blocks].tobytes(), manifest.block_run_rows[blocks].tobytes()
+    return (manifest.formats[shard], manifest.digests[shard], rows, run_rows)
 
 
 def _hash_texts(hasher: hashlib.blake2b, texts: Iterable[str]) -> None:

@@ -115,11 +115,11 @@ class Lanes:
             >>> Lanes(7, 3).line_index(np.arange(7)).tolist()
             [0, 3, 5, 1, 4, 6, 2]
         """
-        positions = np.asarray(positions, np.int64)
+        places: Int64Array = np.asarray(positions, np.int64)
         if self.lanes == 1 and self.phases is None:
-            return positions
+            return places
         share, more = divmod(self.num_positions, self.lanes)
-        turn, lane = np.divmod(positions, self.lanes)
+        turn, lane = np.divmod(places, self.lanes)
         if self.phases is not None:
             turn = (turn + self.phases[lane]) % (share + (lane < more))
         return lane * share + np.minimum(lane, more) + turn

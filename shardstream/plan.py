@@ -28,7 +28,7 @@ _WINDOWS_AT_ONCE = 4096  # positions of this many samples are dealt in one go
 class PlannedBatch(NamedTuple):
     """One micro-batch of one rank, before its data is read."""
 
-    index: int
+    batch_index: int
     """Index among the rank's micro-batches, counted from the start of the pass."""
     epoch: int
     position: int
@@ -220,7 +220,7 @@ class Plan:
             return "; which shards differ is unknown: the cursor's manifest was never saved"
         try:
             before = Manifest.load(cursor.manifest)
-        except Exception as error:  # the refusal must come through, whatever became of the old manifest
+        except Exception as error:  # noqa: BLE001 - the refusal comes through, whatever became of the old manifest
             return f"; which shards differ is unknown: {error}"
         if before.fingerprint != cursor.fingerprint:
             return f"; which shards differ is unknown: {cursor.manifest} is no longer the cursor's manifest"
@@ -250,8 +250,9 @@ class Plan:
                 max(worker, first_index + (worker - first_index) % num_workers), index + num_here, num_workers
             )
             for batch in _dealt(deal, rank, wanted[max(0, -(-(index - wanted.start) // num_workers)) :], index):
-                window = batch.index // self.accumulate
-                yield batch._replace(epoch=epoch, window=window, is_last_in_epoch=batch.index == index + num_here - 1)
+                window = batch.batch_index // self.accumulate
+                is_last = batch.batch_index == index + num_here - 1
+                yield batch._replace(epoch=epoch, window=window, is_last_in_epoch=is_last)
             if self.tail != "continue":
                 return
             index += num_here
