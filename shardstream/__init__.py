@@ -1,0 +1,77 @@
+"""shardstream: one provable order of all samples, dealt to any number of ranks and workers, resumable anywhere.
+
+Everything here is loaded when it is first used: ``import shardstream`` loads neither torch nor pyarrow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from shardstream._version import __version__
+from shardstream.errors import (
+    CursorError,
+    DecodeError,
+    DesyncError,
+    ManifestError,
+    PlanError,
+    ReadError,
+    ShardChangedError,
+    ShardStreamError,
+    ShardStreamWarning,
+    TopologyError,
+)
+
+if TYPE_CHECKING:
+    from shardstream.cursor import Cursor
+    from shardstream.index import build_manifest
+    from shardstream.manifest import Manifest
+    from shardstream.order import EpochOrder
+    from shardstream.torch import Batch, Ragged, StreamingDataset, StreamingLoader, Topology
+else:
+    # In the else branch, so that type checkers see the names above only and find typos.
+    _MODULES = {
+        "Batch": "shardstream.torch",
+        "Cursor": "shardstream.cursor",
+        "EpochOrder": "shardstream.order",
+        "Manifest": "shardstream.manifest",
+        "Ragged": "shardstream.torch",
+        "StreamingDataset": "shardstream.torch",
+        "StreamingLoader": "shardstream.torch",
+        "Topology": "shardstream.torch",
+        "build_manifest": "shardstream.index",
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
+        from importlib import import_module
+
+        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})
+
+
+__all__ = [
+    "Batch",
+    "Cursor",
+    "CursorError",
+    "DecodeError",
+    "DesyncError",
+    "EpochOrder",
+    "Manifest",
+    "ManifestError",
+    "PlanError",
+    "Ragged",
+    "ReadError",
+    "ShardChangedError",
+    "ShardStreamError",
+    "ShardStreamWarning",
+    "StreamingDataset",
+    "StreamingLoader",
+    "Topology",
+    "TopologyError",
+    "__version__",
+    "build_manifest",
+]

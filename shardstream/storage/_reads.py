@@ -1,0 +1,228 @@
+"""Reads: sizes and version tags, byte ranges, and files read front to back. Local paths go by ``os``."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from stat import S_ISDIR
+from typing import Any, BinaryIO, cast
+
+import fsspec
+
+from shardstream.errors import ReadError
+from shardstream.storage._locations import local_path
+from shardstream.storage._systems import Options, ShortBodyError, naming, retried
+
+STREAM_NUM_BYTES = 8 << 20  # one request of a file that is read front to back
+
+_TAG_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "created")
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What is known of a file without reading it.
+
+    Attributes:
+        num_bytes: Its size.
+        version_tag: Differs when the file was changed: the etag, or size and modification time.
+    """
+
+    num_bytes: int
+    version_tag: str
+
+
+def stat(url: str, storage_options: Options | None = None) -> FileInfo:
+    """Looks at a file without reading it (one request).
+
+    Raises:
+        ReadError: If it is missing, not a file, or cannot be reached.
+    """
+    path = local_path(url)
+    if path is not None:
+        with naming(url):
+            status = Path(path).stat()
+            if S_ISDIR(status.st_mode):
+                raise IsADirectoryError(path)
+        return FileInfo(status.st_size, f"{status.st_size}-{status.st_mtime_ns}")
+
+    def ask(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> dict[str, Any]:
+        fs.invalidate_cache(inner)  # a listing of an hour ago knows nothing of what was written since
+        return cast("dict[str, Any]", fs.info(inner, **limits))
+
+    info = retried(url, storage_options, ask)
+    if info.get("type") == "directory":
+        raise ReadError("this is a directory, not a file", url=url)
+    if info.get("size") is None:
+        raise ReadError("the server does not tell the size of this file", url=url, hint="serve it with Content-Length")
+    return FileInfo(int(info["size"]), _version_tag(info))
+
+
+def read_range(url: str, start: int, end: int, storage_options: Options | None = None) -> bytes:
+    """Reads the bytes ``[start, end)`` of a file with one request.
+
+    Raises:
+        ReadError: If the file is missing, shorter than that, or cannot be reached within the deadline.
+    """
+    if end <= start:
+        return b""
+    path = local_path(url)
+    if path is not None:
+        with naming(url):
+            data = _read_local(path, start, end - start)
+        return _checked(data, url, start, end)
+
+    def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> bytes:
+        data = fs.cat_file(inner, start=start, end=end, **limits)
+        if len(data) < end - start:  # a body that broke off looks like this, so it is asked for again
+            raise ShortBodyError(f"{len(data)} of {end - start} bytes came")
+        return cast("bytes", data)
+
+    return _checked(retried(url, storage_options, get), url, start, end)
+
+
+def read_tail(
+    url: str, num_bytes: int, storage_options: Options | None = None, *, file_num_bytes: int | None = None
+) -> bytes:
+    """Reads the last ``num_bytes`` of a file, or all of a shorter one.
+
+    Args:
+        url: The file.
+        num_bytes: How many at most.
+        storage_options: Given to fsspec.
+        file_num_bytes: Size of the file if it is known; saves a request.
+
+    Raises:
+        ReadError: If the file is missing or cannot be reached.
+    """
+    size = stat(url, storage_options).num_bytes if file_num_bytes is None else file_num_bytes
+    return read_range(url, max(0, size - num_bytes), size, storage_options)
+
+
+def open_source(
+    url: str,
+    storage_options: Options | None = None,
+    *,
+    num_bytes: int | None = None,
+    ahead_num_bytes: int = STREAM_NUM_BYTES,
+) -> BinaryIO:
+    """Opens a file for reading; seekable. Of a remote file, read front to back, the next request is always under way.
+
+    Every request is retried by itself, so a connection that breaks in the middle costs one request, not the file.
+
+    Args:
+        url: The file.
+        storage_options: Given to fsspec.
+        num_bytes: Size of a remote file if it is known; saves a request.
+        ahead_num_bytes: Size of a request; 0 asks for exactly the bytes of each ``read`` (to read here and there).
+
+    Returns:
+        A binary file. Close it: that ends its thread.
+
+    Raises:
+        ReadError: If the file is missing or cannot be reached; from reads, too.
+    """
+    path = local_path(url)
+    if path is not None:
+        with naming(url):
+            return Path(path).open("rb")
+    size = stat(url, storage_options).num_bytes if num_bytes is None else num_bytes
+    ranges = _RangeFile(url, storage_options, size, ahead_num_bytes)
+    return cast("BinaryIO", io.BufferedReader(ranges, 1 << 16) if ahead_num_bytes else ranges)
+
+
+class _RangeFile(io.RawIOBase):
+    """A remote file as a file object: range requests, and in a row of adjacent ones the next is fetched meanwhile."""
+
+    def __init__(self, url: str, storage_options: Options | None, num_bytes: int, ahead_num_bytes: int) -> None:
+        super().__init__()
+        self._url, self._options, self._num_bytes = url, storage_options, num_bytes
+        self._ahead_num_bytes = ahead_num_bytes
+        self._position = 0
+        self._held, self._held_start = b"", 0
+        self._next: tuple[int, Future[bytes]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        self._position = max(0, origin + offset)
+        return self._position
+
+    def readinto(self, target: Any) -> int:
+        view = memoryview(target).cast("B")
+        wanted = min(len(view), self._num_bytes - self._position)
+        if wanted <= 0:
+            return 0
+        if not self._ahead_num_bytes:
+            data = read_range(self._url, self._position, self._position + wanted, self._options)
+        else:
+            if not self._held_start <= self._position < self._held_start + len(self._held):
+                self._hold(self._position)
+            start = self._position - self._held_start
+            data = self._held[start : start + wanted]
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def _hold(self, start: int) -> None:
+        in_a_row = start == self._held_start + len(self._held)
+        if self._next is not None and self._next[0] == start:
+            self._held = self._next[1].result()
+        else:
+            self._held = self._fetch(start)
+        self._held_start, self._next = start, None
+        following = start + len(self._held)
+        if in_a_row and following < self._num_bytes:
+            self._thread = self._thread or ThreadPoolExecutor(1, "shardstream-ahead")
+            self._next = (following, self._thread.submit(self._fetch, following))
+
+    def _fetch(self, start: int) -> bytes:
+        return read_range(self._url, start, min(start + self._ahead_num_bytes, self._num_bytes), self._options)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+            self._thread = None
+        self._held, self._next = b"", None
+        super().close()
+
+
+def _read_local(path: str, start: int, num_bytes: int) -> bytes:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        data = os.pread(file, num_bytes, start)
+        while len(data) < num_bytes and (more := os.pread(file, num_bytes - len(data), start + len(data))):
+            data += more  # one call reads at most 2 GiB
+        return data
+    finally:
+        os.close(file)
+
+
+def _checked(data: bytes, url: str, start: int, end: int) -> bytes:
+    if len(data) == end - start:
+        return data
+    hint = (
+        "the file is cut" if len(data) < end - start else "the server ignores byte ranges; use one that supports them"
+    )
+    raise ReadError(f"bytes {start} to {end} cannot be read", url=url, expected=end - start, found=len(data), hint=hint)
+
+
+def _version_tag(info: Mapping[str, Any]) -> str:
+    for key in _TAG_KEYS:
+        if info.get(key):
+            return str(info[key]).strip('"')
+    stamp = next((info[key] for key in _TIME_KEYS if info.get(key)), "")
+    return f"{info['size']}-{stamp.isoformat() if hasattr(stamp, 'isoformat') else stamp}"
