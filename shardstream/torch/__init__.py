@@ -1,0 +1,19 @@
+"""shardstream for PyTorch: micro-batches of the one order, for any number of ranks and workers."""
+
+from __future__ import annotations
+
+from shardstream.torch.batch import Batch, Ragged
+from shardstream.torch.collate import pad_tokens
+from shardstream.torch.decode import decode
+from shardstream.torch.rendezvous import init_process_group
+from shardstream.torch.topology import Topology, resolve_topology
+
+__all__ = [
+    "Batch",
+    "Ragged",
+    "Topology",
+    "decode",
+    "init_process_group",
+    "pad_tokens",
+    "resolve_topology",
+]
