@@ -6,12 +6,15 @@ filled; ``gather`` makes the one copy, from there into the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from itertools import pairwise
+from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
+
+from shardstream.errors import DecodeError
 
 SliceKind: TypeAlias = Literal["list", "bytes", "text"]
 
@@ -69,3 +72,160 @@ class Rows:
     num_rows: int
     columns: dict[str, Column]
     num_bytes: int = 0
+
+
+def gather(parts: Sequence[Rows], part_of_row: npt.NDArray[np.int64], row_in_part: npt.NDArray[np.int64]) -> Rows:
+    """Copies rows out of several parts into new columns, each value once.
+
+    Numbers land in one array; lists of numbers one row after the other in one array; bytes and text become Python
+    values (``Objects``), which batches hold them as.
+
+    Args:
+        parts: Where the rows are now; all with the same columns.
+        part_of_row: int64[n], which part each row is in.
+        row_in_part: int64[n], where it is there.
+
+    Returns:
+        n rows. Columns are in the order of the first part.
+
+    Raises:
+        DecodeError: If text is not UTF-8.
+
+    Example:
+        >>> parts = [Rows(2, {"x": Dense(np.array([1, 2]))}), Rows(1, {"x": Dense(np.array([7]))})]
+        >>> gather(parts, np.array([1, 0, 0]), np.array([0, 1, 0])).columns["x"].values.tolist()
+        [7, 2, 1]
+    """
+    by_part = np.argsort(part_of_row, kind="stable")
+    bounds = np.searchsorted(part_of_row[by_part], np.arange(len(parts) + 1)).tolist()
+    places = [by_part[begin:end] for begin, end in pairwise(bounds)]
+    picks = [row_in_part[place] for place in places]
+    columns = {
+        name: _gather_column(name, [part.columns[name] for part in parts], places, picks) for name in parts[0].columns
+    }
+    return Rows(len(part_of_row), columns, sum(map(_num_bytes, columns.values())))
+
+
+def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
+    """Returns rows ``begin`` .. ``end - 1`` of what ``gather`` made, as views.
+
+    Example:
+        >>> slice_rows(Rows(3, {"x": Objects(["a", "b", "c"])}), 1, 3).columns["x"].values
+        ['b', 'c']
+    """
+    columns = {name: _slice_column(column, begin, end) for name, column in rows.columns.items()}
+    return Rows(end - begin, columns, rows.num_bytes * (end - begin) // max(rows.num_rows, 1))
+
+
+_Places: TypeAlias = Sequence[npt.NDArray[np.int64]]
+
+
+def _gather_column(name: str, columns: Sequence[Column], places: _Places, picks: _Places) -> Column:
+    num_rows = sum(map(len, places))
+    if all(isinstance(column, Dense) for column in columns):
+        return _gather_dense(cast("Sequence[Dense]", columns), places, picks, num_rows)
+    if all(isinstance(column, Slices) and column.kind == "list" for column in columns):
+        return _gather_lists(cast("Sequence[Slices]", columns), places, picks, num_rows)
+    values: list[Any] = [None] * num_rows
+    for column, place, pick in zip(columns, places, picks, strict=True):
+        for where, value in zip(place.tolist(), python_values(name, column, pick), strict=True):
+            values[where] = value
+    return Objects(values)
+
+
+def _gather_dense(columns: Sequence[Dense], places: _Places, picks: _Places, num_rows: int) -> Dense:
+    dtype = np.result_type(*(column.values.dtype for column in columns))
+    values = np.empty((num_rows, *columns[0].values.shape[1:]), dtype)
+    for column, place, pick in zip(columns, places, picks, strict=True):
+        values[place] = column.values[pick]
+    return Dense(values, _gather_nulls(columns, places, picks, num_rows))
+
+
+def _gather_lists(columns: Sequence[Slices], places: _Places, picks: _Places, num_rows: int) -> Slices:
+    part, starts, lengths = (np.empty(num_rows, np.int64) for _ in range(3))
+    for index, (column, place, pick) in enumerate(zip(columns, places, picks, strict=True)):
+        part[place], starts[place], lengths[place] = index, column.starts[pick], column.lengths[pick]
+    dtype = np.result_type(*(column.values.dtype for column in columns))
+    ends = np.cumsum(lengths)
+    values = np.empty(int(ends[-1]) if num_rows else 0, dtype)
+    sources = [column.values for column in columns]
+    triples = zip(part.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+    if num_rows:
+        np.concatenate([sources[k][begin:end] for k, begin, end in triples], out=values)
+    return Slices(values, ends - lengths, lengths, "list", _gather_nulls(columns, places, picks, num_rows))
+
+
+def _gather_nulls(
+    columns: Sequence[Dense | Slices], places: _Places, picks: _Places, num_rows: int
+) -> npt.NDArray[np.bool_] | None:
+    if all(column.nulls is None for column in columns):
+        return None
+    nulls = np.zeros(num_rows, np.bool_)
+    for column, place, pick in zip(columns, places, picks, strict=True):
+        if column.nulls is not None:
+            nulls[place] = column.nulls[pick]
+    return nulls if nulls.any() else None
+
+
+def python_values(name: str, column: Column, rows: npt.NDArray[np.int64] | None = None) -> list[Any]:
+    """Returns rows of a column as Python values: numbers, ``bytes``, ``str``; lists of numbers as numpy arrays (views).
+
+    Args:
+        name: Of the column, for messages.
+        column: The column.
+        rows: int64[n], which rows; None for all.
+
+    Returns:
+        n values, None where there is no value.
+
+    Raises:
+        DecodeError: If text is not UTF-8.
+
+    Example:
+        >>> python_values("x", Slices(np.frombuffer(b"abc", np.uint8), np.array([0, 1]), np.array([1, 2]), "text"))
+        ['a', 'bc']
+    """
+    if isinstance(column, Objects):
+        return list(column.values) if rows is None else [column.values[row] for row in rows.tolist()]
+    pick: Any = slice(None) if rows is None else rows
+    if isinstance(column, Dense):
+        picked = column.values[pick]
+        values = picked.tolist() if picked.ndim == 1 else list(picked)
+    else:
+        starts, lengths = column.starts[pick], column.lengths[pick]
+        values = _slice_values(name, column, zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+    if column.nulls is None:
+        return values
+    return [None if is_null else value for value, is_null in zip(values, column.nulls[pick].tolist(), strict=True)]
+
+
+def _slice_values(name: str, column: Slices, bounds: Iterable[tuple[int, int]]) -> list[Any]:
+    if column.kind == "list":
+        return [column.values[begin:end] for begin, end in bounds]
+    memory = memoryview(np.ascontiguousarray(column.values))
+    if column.kind == "bytes":
+        return [bytes(memory[begin:end]) for begin, end in bounds]
+    try:
+        return [str(memory[begin:end], "utf-8") for begin, end in bounds]
+    except UnicodeDecodeError as error:
+        hint = "store it as binary, or leave it out with columns="
+        raise DecodeError(f"column {name!r} holds text that is not UTF-8", found=error.reason, hint=hint) from error
+
+
+def _slice_column(column: Column, begin: int, end: int) -> Column:
+    if isinstance(column, Objects):
+        return Objects(column.values[begin:end])
+    nulls = None if column.nulls is None else column.nulls[begin:end]
+    if isinstance(column, Dense):
+        return Dense(column.values[begin:end], nulls)
+    starts, lengths = column.starts[begin:end], column.lengths[begin:end]
+    if begin == end:
+        return Slices(column.values[:0], starts, lengths, column.kind, nulls)
+    first, last = int(starts[0]), int(starts[-1] + lengths[-1])
+    return Slices(column.values[first:last], starts - first, lengths, column.kind, nulls)
+
+
+def _num_bytes(column: Column) -> int:
+    if isinstance(column, Objects):
+        return sum(len(value) for value in column.values if isinstance(value, (bytes, str)))
+    return int(column.values.nbytes)

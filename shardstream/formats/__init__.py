@@ -6,7 +6,7 @@ A format is stateless; what it must remember of a shard (keys, member offsets, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol
@@ -113,7 +113,9 @@ class Format(Protocol):
         """
         ...
 
-    def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
+    def read_runs(
+        self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0
+    ) -> Generator[Rows, None, None]:
         """Yields the runs of a block in file order, beginning with run ``first_run``.
 
         Opened lazily: nothing is read before the first ``next``. Closing the generator closes every file.

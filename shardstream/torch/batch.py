@@ -147,7 +147,7 @@ class Ragged:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Place:
     """Where a batch stands in the epoch.
 
@@ -157,6 +157,8 @@ class Place:
         window_index: Counts the windows of the epoch.
         micro_index: Counts this rank's micro-batches of the window.
         is_last_in_window: True for the window's last micro-batch, after which the optimizer steps.
+        is_last_in_pass: True for the rank's last micro-batch of the pass.
+        pass_start: Epoch, position and start of the window grid where the pass began: where a broken one begins again.
     """
 
     position: int
@@ -164,6 +166,8 @@ class Place:
     window_index: int
     micro_index: int
     is_last_in_window: bool
+    is_last_in_pass: bool = False
+    pass_start: tuple[int, int, int] = (0, 0, 0)
 
 
 class Receiver(Protocol):

@@ -1,0 +1,308 @@
+"""Fetching: from planned micro-batches to rows in memory.
+
+The plan knows every future read, so reads are scheduled, not guessed. Micro-batches are taken several at a time (a
+*gather*); the runs that a gather needs are opened by a bounded pool of threads in the order of first use, some gathers
+ahead of the consumer; when a gather's runs are there, its rows are copied out of them, once, and cut into
+micro-batches. A run is held from the first gather that needs it to the last one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from itertools import islice
+from math import gcd
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from shardstream.columns import Rows, gather, slice_rows
+from shardstream.errors import ReadError
+from shardstream.formats import Shard, format_of
+from shardstream.manifest import Manifest
+from shardstream.permutation import Int64Array
+from shardstream.plan import Plan, PlannedBatch
+
+_GATHER_ROWS = 2048
+_GATHER_NUM_BYTES = 16 << 20
+_LOOK_AHEAD = 3
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How data is read; it changes nothing of what is read.
+
+    Attributes:
+        num_threads: Threads that read and decode; None for up to 4 without worker processes, 1 in each of them.
+        look_ahead: Gathers that are prepared before they are asked for.
+        gather_rows: Samples that are taken together, at the most.
+        storage_options: For ``fsspec``.
+        timeout_s: How long a batch may be waited for, in seconds.
+    """
+
+    num_threads: int | None = None
+    look_ahead: int = _LOOK_AHEAD
+    gather_rows: int = _GATHER_ROWS
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    timeout_s: float = 1800.0
+
+
+@dataclass
+class ReadStats:
+    """What reading did so far.
+
+    Attributes:
+        num_blocks_opened: How often a block was opened.
+        num_runs_read: Runs decoded.
+        num_samples: Samples handed out, padding included.
+        num_bytes: Bytes of their columns.
+    """
+
+    num_blocks_opened: int = 0
+    num_runs_read: int = 0
+    num_samples: int = 0
+    num_bytes: int = 0
+
+
+class Fetched(NamedTuple):
+    """A micro-batch with its data."""
+
+    batch: PlannedBatch
+    sample_ids: Int64Array
+    """int64[n]."""
+    rows: Rows
+
+
+def fetch(
+    plan: Plan,
+    batches: Iterable[PlannedBatch],
+    *,
+    columns: Sequence[str] | None = None,
+    reading: Reading | None = None,
+    stats: ReadStats | None = None,
+    num_workers: int = 1,
+) -> Generator[Fetched, None, None]:
+    """Reads planned micro-batches, in order, ahead of the consumer.
+
+    Closing the generator (or dropping it) cancels what is under way and closes every file.
+
+    Args:
+        plan: The plan that the batches are of.
+        batches: From ``plan.micro_batches``.
+        columns: Columns to read; None for all.
+        reading: Threads, look-ahead, storage options.
+        stats: Is counted up.
+        num_workers: Among how many workers the rank's micro-batches are dealt.
+
+    Yields:
+        Each micro-batch with its rows.
+
+    Raises:
+        ReadError: If storage failed, data cannot be decoded, or the deadline passed.
+    """
+    reading = reading or Reading()
+    stats = stats if stats is not None else ReadStats()
+    num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shardstream-read")
+    runs = _OpenRuns(plan.manifest, columns, reading.storage_options, pool, stats)
+    ahead: deque[_Gather] = deque()
+    waiting = _gathers(plan, iter(batches), reading.gather_rows, num_workers)
+    try:
+        for planned in islice(waiting, reading.look_ahead):
+            ahead.append(_start(planned, runs, pool))
+        while ahead:
+            started = ahead.popleft()
+            try:
+                gathered = started.rows.result(reading.timeout_s)
+            except FutureTimeoutError:
+                raise _too_late(plan.manifest, started, reading.timeout_s) from None
+            # The next gather takes its runs before this one gives back its own: what both need stays open.
+            ahead.extend(_start(planned, runs, pool) for planned in islice(waiting, 1))
+            runs.release(started.planned.keys)
+            stats.num_samples += gathered.num_rows
+            stats.num_bytes += gathered.num_bytes
+            yield from _cut(started.planned, gathered)
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        runs.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- gathers
+
+
+class _Planned(NamedTuple):
+    """A gather before it is read."""
+
+    batches: list[PlannedBatch]
+    sample_ids: Int64Array
+    keys: list[tuple[int, int]]  # (block, run), in the order of first use
+    key_of_row: Int64Array
+    row_in_run: Int64Array
+
+
+class _Gather(NamedTuple):
+    planned: _Planned
+    rows: Future[Rows]
+
+
+def _gathers(plan: Plan, batches: Iterator[PlannedBatch], most_rows: int, num_workers: int) -> Iterator[_Planned]:
+    """Groups micro-batches: first one alone, so that the first batch waits for its own blocks only, then more.
+
+    A full gather visits every lane that this worker reads (they come round after ``cycle`` of its micro-batches), so
+    that a run which the next gather does not need is not needed again.
+    """
+    manifest = plan.manifest
+    num_bytes_row = max(1, int(manifest.block_num_bytes.sum()) // max(1, manifest.num_samples))
+    rows = max(1, min(most_rows, _GATHER_NUM_BYTES // num_bytes_row))
+    cycle = plan.accumulate // gcd(plan.accumulate, num_workers)
+    most = max(1, rows // plan.batch_size // cycle * cycle) if rows >= cycle * plan.batch_size else cycle
+    size = 1
+    while group := list(islice(batches, size)):
+        yield _located(plan, group)
+        size = min(2 * size, most)
+
+
+def _located(plan: Plan, batches: list[PlannedBatch]) -> _Planned:
+    parts = [plan.locate(batch.epoch, batch.positions) for batch in _by_epoch(batches)]
+    block, run, row = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    manifest = plan.manifest
+    unique, first, inverse = np.unique(block << 32 | run, return_index=True, return_inverse=True)
+    by_first_use = np.argsort(first)
+    place_of_key = np.empty_like(by_first_use)
+    place_of_key[by_first_use] = np.arange(len(by_first_use))
+    keys = [divmod(code, 1 << 32) for code in unique[by_first_use].tolist()]
+    row_in_run = row - run * manifest.block_run_rows[block]
+    return _Planned(batches, manifest.block_start[block] + row, keys, place_of_key[inverse], row_in_run)
+
+
+def _by_epoch(batches: list[PlannedBatch]) -> list[PlannedBatch]:
+    """Joins neighbours of one epoch, whose positions can be located in one go."""
+    joined: list[PlannedBatch] = []
+    for batch in batches:
+        if joined and joined[-1].epoch == batch.epoch:
+            joined[-1] = joined[-1]._replace(positions=np.concatenate((joined[-1].positions, batch.positions)))
+        else:
+            joined.append(batch)
+    return joined
+
+
+def _start(planned: _Planned, runs: _OpenRuns, pool: ThreadPoolExecutor) -> _Gather:
+    futures = [runs.acquire(key) for key in planned.keys]
+
+    def read() -> Rows:
+        # These tasks were submitted earlier, so some thread is at them or done: this wait always ends.
+        return gather([future.result()[0] for future in futures], planned.key_of_row, planned.row_in_run)
+
+    return _Gather(planned, pool.submit(read))
+
+
+def _cut(planned: _Planned, gathered: Rows) -> Iterator[Fetched]:
+    begin = 0
+    for batch in planned.batches:
+        end = begin + len(batch.positions)
+        yield Fetched(batch, planned.sample_ids[begin:end], slice_rows(gathered, begin, end))
+        begin = end
+
+
+def _too_late(manifest: Manifest, started: _Gather, timeout_s: float) -> ReadError:
+    block = started.planned.keys[0][0]
+    shard = int(manifest.shard_of_block(np.array([block]))[0])
+    return ReadError(
+        f"data was not there after {timeout_s:.0f} s",
+        url=manifest.url(shard),
+        block=block,
+        hint="see whether the store answers, or give Reading(timeout_s=)",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- runs
+
+
+_Opened: TypeAlias = (
+    "Future[tuple[Rows, Generator[Rows, None, None]]]"  # a run's rows, and the stream that reads the next one
+)
+
+
+@dataclass
+class _Held:
+    opened: _Opened
+    num_users: int = 0
+    is_continued: bool = False  # the stream was handed to the next run
+
+
+class _OpenRuns:
+    """The runs that planned gathers need. All its decisions are made by the one thread that plans."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        columns: Sequence[str] | None,
+        storage_options: Mapping[str, Any],
+        pool: ThreadPoolExecutor,
+        stats: ReadStats,
+    ) -> None:
+        self._manifest, self._columns, self._options = manifest, columns, storage_options
+        self._pool, self._stats = pool, stats
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._shards: dict[int, Shard] = {}
+
+    def acquire(self, key: tuple[int, int]) -> _Opened:
+        """Returns the run to be, opening it if it is not held."""
+        held = self._held.get(key)
+        if held is None:
+            held = self._held[key] = self._open(*key)
+        held.num_users += 1
+        return held.opened
+
+    def release(self, keys: Iterable[tuple[int, int]]) -> None:
+        """Gives runs back; those that nobody holds any more are dropped, their streams closed."""
+        for key in keys:
+            held = self._held[key]
+            held.num_users -= 1
+            if held.num_users == 0:
+                del self._held[key]
+                if not held.is_continued:
+                    held.opened.add_done_callback(_close_stream)
+
+    def close(self) -> None:
+        for held in self._held.values():
+            held.opened.add_done_callback(_close_stream)
+        self._held.clear()
+
+    def _open(self, block: int, run: int) -> _Held:
+        before = self._held.get((block, run - 1))
+        self._stats.num_runs_read += 1
+        if before is not None and not before.is_continued:
+            before.is_continued = True
+            return _Held(self._pool.submit(self._next_run, before.opened, block, run))
+        self._stats.num_blocks_opened += 1
+        return _Held(self._pool.submit(self._first_run, block, run))
+
+    def _first_run(self, block: int, run: int) -> tuple[Rows, Generator[Rows, None, None]]:
+        shard = int(self._manifest.shard_of_block(np.array([block]))[0])
+        if shard not in self._shards:
+            self._shards[shard] = Shard(self._manifest, shard, self._options)
+        stream = format_of("." + self._manifest.formats[shard]).read_runs(
+            self._shards[shard], block, self._columns, run
+        )
+        return self._advanced(stream, block, run)
+
+    def _next_run(self, before: _Opened, block: int, run: int) -> tuple[Rows, Generator[Rows, None, None]]:
+        return self._advanced(before.result()[1], block, run)
+
+    def _advanced(
+        self, stream: Generator[Rows, None, None], block: int, run: int
+    ) -> tuple[Rows, Generator[Rows, None, None]]:
+        rows = next(stream)
+        if (run + 1) * int(self._manifest.block_run_rows[block]) >= int(self._manifest.block_rows[block]):
+            stream.close()  # the block's last run: its file need not stay open as long as its rows
+        return rows, stream
+
+
+def _close_stream(opened: _Opened) -> None:
+    if not opened.cancelled() and opened.exception() is None:
+        opened.result()[1].close()

@@ -1,0 +1,141 @@
+"""From fetched rows to the columns of a batch: transform, collation, and how many targets of each sample count."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardstream.errors import DecodeError, PlanError, ShardStreamError
+from shardstream.fetch import Fetched
+from shardstream.manifest import Manifest
+from shardstream.permutation import key64
+from shardstream.torch.collate import collate_samples, columns_to_torch, count_valid, mask_padding, rows_to_samples
+
+Sample: TypeAlias = dict[str, Any]
+Target: TypeAlias = str | Callable[[Mapping[str, Any]], Tensor]
+
+_OWN_KEYS = ("__id__", "__seed__", "__url__")  # for transforms; a batch has sample_ids and the plan
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """What is done to rows on their way into a batch.
+
+    Attributes:
+        transform: Called with each sample, returns a sample; or None.
+        collate: Called with the samples, or with the columns if it says ``takes_columns``; or None.
+        targets: Head name → label column, or a callable of the columns that returns int64[b].
+        shifted: Whether label columns are shifted already.
+        ignore_index: The label that does not count.
+        seed: The job's seed, for ``__seed__``.
+    """
+
+    transform: Callable[[Sample], Any] | None
+    collate: Callable[[Any], Mapping[str, Any]] | None
+    targets: Mapping[str, Target]
+    shifted: bool | None
+    ignore_index: int
+    seed: int
+
+    def check(self, manifest: Manifest, columns: Sequence[str] | None) -> None:
+        """Refuses what can be known to fail before training.
+
+        Raises:
+            PlanError: If a column does not exist, or it was not said whether label columns are shifted.
+        """
+        label_columns = [target for target in self.targets.values() if isinstance(target, str)]
+        if label_columns and self.shifted is None:
+            hint = "shifted=True if labels[t] is the target of position t, False if the model shifts them itself"
+            raise PlanError("targets need shifted=: what counts is declared, never guessed", hint=hint)
+        known = [column.name for column in manifest.columns] + ["__key__"]
+        if not manifest.columns:
+            return
+        made_later = self.transform is not None or self.collate is not None
+        for name in [*(columns or ()), *([] if made_later else label_columns)]:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                way_out = f"did you mean {near[0]!r}?" if near else None
+                raise PlanError(f"there is no column {name!r}", expected=" or ".join(known), hint=way_out)
+
+    def columns(self, fetched: Fetched, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns the columns of a batch, and for each head its valid targets: int64[b], 0 in padding rows.
+
+        Raises:
+            DecodeError: If the transform failed, naming shard, row and sample id.
+        """
+        collate = self.collate
+        takes_columns = bool(getattr(collate, "takes_columns", False))
+        if self.transform is None and (collate is None or takes_columns):
+            columns = dict(columns_to_torch(fetched.rows))
+        else:
+            samples = self._samples(fetched, manifest)
+            if collate is None or takes_columns:
+                columns = dict(collate_samples([_without_own(sample) for sample in samples], fetched.rows.columns))
+            else:
+                columns = dict(collate(samples))
+        if collate is not None and takes_columns:
+            columns = dict(collate(columns))
+        return columns, self._count_targets(columns, torch.from_numpy(fetched.batch.is_padding.copy()))
+
+    def _samples(self, fetched: Fetched, manifest: Manifest) -> list[Any]:
+        samples: list[Any] = rows_to_samples(fetched.rows)
+        ids = fetched.sample_ids
+        shards = manifest.shard_of_sample(ids)
+        epochs = fetched.batch.epoch + fetched.batch.positions // max(manifest.num_samples, 1)
+        rows = ids - manifest.first_sample[shards]
+        places = zip(ids.tolist(), epochs.tolist(), shards.tolist(), rows.tolist(), strict=True)
+        for number, (sample_id, epoch, shard, row) in enumerate(places):
+            url = manifest.url(shard)
+            seed = key64(self.seed, epoch, "sample", sample_id)
+            samples[number].update({"__id__": sample_id, "__seed__": seed, "__url__": url})
+            if self.transform is not None:
+                samples[number] = self._transformed(samples[number], url, row, sample_id)
+        return samples
+
+    def _transformed(self, sample: Sample, url: str, row: int, sample_id: int) -> Any:
+        try:
+            result = self.transform(sample)  # type: ignore[misc]  # the caller has looked
+        except ShardStreamError as error:
+            raise DecodeError(f"sample {sample_id}: {error}", url=url, row=row) from error
+        except Exception as error:
+            what = f"transform failed for sample {sample_id}: {type(error).__name__}: {error}"
+            raise DecodeError(what, url=url, row=row, hint="the traceback above shows where") from error
+        if result is None:
+            hint = "return a sample: a rank that has fewer samples than the others would make them wait"
+            raise DecodeError(f"transform returned None for sample {sample_id}", url=url, row=row, hint=hint)
+        return result
+
+    def _count_targets(self, columns: dict[str, Any], is_padding: Tensor) -> dict[str, Tensor]:
+        """Counts valid targets; label columns of padding rows are masked on the way, so that no loss sums them."""
+        valid: dict[str, Tensor] = {}
+        for head, target in self.targets.items():
+            if isinstance(target, str):
+                if target not in columns:
+                    expected = " or ".join(map(str, columns))
+                    raise PlanError(
+                        f"head {head!r} counts column {target!r}, which is not in the batch", expected=expected
+                    )
+                columns[target] = mask_padding(columns[target], is_padding, self.ignore_index)
+                counts = count_valid(columns[target], self.ignore_index, shifted=bool(self.shifted))
+            else:
+                counts = torch.as_tensor(target(columns)).to(torch.int64)
+                if counts.shape != is_padding.shape:
+                    raise PlanError(
+                        f"the targets of head {head!r} must be counts per sample",
+                        expected=f"int64[{len(is_padding)}]",
+                        found=list(counts.shape),
+                    )
+            valid[head] = torch.where(is_padding, 0, counts)
+        return valid
+
+
+def _without_own(sample: Any) -> Any:
+    if not isinstance(sample, Mapping):
+        found = type(sample).__name__
+        raise DecodeError("a transform must return a dict", found=found, hint="or give collate= for other samples")
+    return {name: value for name, value in sample.items() if name not in _OWN_KEYS}
