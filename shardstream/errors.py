@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import re
 
-_CREDENTIALS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/@\s]*@")
-_SIGNED = re.compile(
-    r"(?P<url>[A-Za-z][A-Za-z0-9+.-]*://[^\s?]*)\?[^\s]*",
+# user@, user:password@ up to the last @ of the host part, and passwords that hold slashes, as S3's secrets do: then a
+# colon that begins neither a port nor the next link of an fsspec chain ("zip://a::https://...") gives them away.
+_CREDENTIALS = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/\s]*@|[^/@:\s]*:(?!:|\d+(?:/|$))(?:(?!://)[^@\s])*@)"
 )
+_QUERY = re.compile(r"(?P<url>[A-Za-z][A-Za-z0-9+.-]*://[^\s?]*)\?(?!\.\.\.)\S*")
 
 
 def shown_url(url: str) -> str:
     """Returns ``url`` as it may be shown in a message, a log or a file: without user, password and query.
 
     Args:
-        url: A local path or any fsspec URL.
+        url: A local path or any fsspec URL, or a text that holds some.
 
     Returns:
         The same text; of a URL the user information and the query (where signed URLs carry their signature) are cut.
@@ -33,18 +35,18 @@ def shown_url(url: str) -> str:
         >>> shown_url("/data/really?.parquet")
         '/data/really?.parquet'
     """
-    return _SIGNED.sub(r"\g<url>?...", _CREDENTIALS.sub(r"\g<scheme>", url))
+    return _QUERY.sub(r"\g<url>?...", _CREDENTIALS.sub(r"\g<scheme>", url))
 
 
 class ShardStreamError(Exception):
     """Base of all errors that shardstream raises on purpose.
 
     The message is one text, composed from its parts, so that an error crosses process borders (a DataLoader worker
-    rebuilds it from the text alone) without losing anything.
+    rebuilds it from the text alone) without losing anything. URLs in any part are shown without credentials.
 
     Args:
         what: What is wrong, as a sentence without a full stop.
-        url: The shard or file it is about; shown without credentials.
+        url: The shard or file it is about.
         block: Index of the block in the manifest.
         row: Row in the shard.
         expected: What should have been there.
@@ -74,11 +76,11 @@ class ShardStreamError(Exception):
         place = [shown_url(url)] if url is not None else []
         place += [f"block {block}"] if block is not None else []
         place += [f"row {row}"] if row is not None else []
-        text = what + (f" [{', '.join(place)}]" if place else "")
-        facts = [f"expected {expected}"] if expected is not None else []
-        facts += [f"found {found}"] if found is not None else []
+        facts = [f"expected {shown_url(str(expected))}"] if expected is not None else []
+        facts += [f"found {shown_url(str(found))}"] if found is not None else []
+        text = shown_url(what) + (f" [{', '.join(place)}]" if place else "")
         text += (": " + ", ".join(facts)) if facts else ""
-        super().__init__(text + (f"; {hint}" if hint else ""))
+        super().__init__(text + (f"; {shown_url(hint)}" if hint else ""))
 
 
 class ManifestError(ShardStreamError):

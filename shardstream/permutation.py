@@ -6,6 +6,7 @@ Version 1 of the order; never changed without a new ``ORDER_VERSION``.
 from __future__ import annotations
 
 import hashlib
+import operator
 import struct
 from typing import Any
 
@@ -22,11 +23,11 @@ UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
 
 
-def mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def mix64(x: UInt64Array) -> UInt64Array:
     """Mixes 64-bit words bijectively (the finaliser of SplitMix64).
 
     Args:
-        x: uint64 array of any shape.
+        x: uint64 array of at least one dimension.
 
     Returns:
         uint64 array of the same shape.
@@ -55,11 +56,15 @@ def key64(seed: int, epoch: int, purpose: str, *ids: int) -> int:
     Returns:
         An integer in [0, 2^64).
 
+    Raises:
+        TypeError: If the seed or the epoch is not an integer.
+
     Example:
         >>> hex(key64(42, 0, "blocks"))
         '0xfb7a2ffcb3ec0919'
     """
-    data = struct.pack(f"<{2 + len(ids)}Q", seed & _MASK, epoch & _MASK, *[i & _MASK for i in ids])
+    numbers = [operator.index(number) & _MASK for number in (seed, epoch, *ids)]
+    data = struct.pack(f"<{len(numbers)}Q", *numbers)
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=purpose.encode()).digest(), "little")
 
 
@@ -105,10 +110,11 @@ def full_positions(positions: npt.NDArray[np.integer[Any]], n: int, seed: int, e
         return keyed_permutation(n, key64(seed, epoch, "full"))[np.asarray(positions, np.int64)]
     half = np.uint64(((n - 1).bit_length() + 1) // 2)
     keys = [np.uint64(key64(seed, epoch, "full", i)) for i in range(_FEISTEL_ROUNDS)]
-    x = _feistel(np.asarray(positions).astype(np.uint64), half, keys)
+    places = np.asarray(positions)
+    x = _feistel(places.astype(np.uint64).reshape(-1), half, keys)
     while (outside := x >= np.uint64(n)).any():
         x[outside] = _feistel(x[outside], half, keys)
-    return x.astype(np.int64)
+    return x.astype(np.int64).reshape(places.shape)
 
 
 def _feistel(x: UInt64Array, half: np.uint64, keys: list[np.uint64]) -> UInt64Array:
