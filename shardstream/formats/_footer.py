@@ -1,0 +1,122 @@
+"""The Parquet footer: how it is fetched and checked, and what it says about row groups."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardstream import storage
+from shardstream.errors import ManifestError
+
+_FIRST_TAIL_NUM_BYTES = 1 << 18  # one request for nearly every footer
+_MARK = b"PAR1"
+_ENCRYPTED_MARK = b"PARE"
+_MIN_NUM_BYTES = 12  # mark, footer length, mark
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
+
+
+def read_footer(url: str, num_bytes: int, storage_options: Mapping[str, Any]) -> bytes:
+    """Reads the footer of a Parquet file: the Thrift metadata and the last 8 bytes.
+
+    Args:
+        url: The shard.
+        num_bytes: Size of the file.
+        storage_options: Given to fsspec.
+
+    Raises:
+        ManifestError: If the file is empty, cut, encrypted or not Parquet.
+        ReadError: If storage failed.
+    """
+    if num_bytes == 0:
+        raise ManifestError("the shard is empty (0 bytes)", url=url, hint="write it again, or leave it out")
+    tail = storage.read_tail(url, _FIRST_TAIL_NUM_BYTES, storage_options, file_num_bytes=num_bytes)
+    if tail[-4:] == _ENCRYPTED_MARK:
+        raise ManifestError("the shard is encrypted", url=url, hint="write it without encryption")
+    if num_bytes < _MIN_NUM_BYTES or tail[-4:] != _MARK:
+        _raise_no_footer(url, num_bytes, tail, storage_options)
+    footer_num_bytes = int.from_bytes(tail[-8:-4], "little") + 8
+    if footer_num_bytes > num_bytes - len(_MARK):
+        what = "the footer is longer than the shard"
+        raise ManifestError(what, url=url, expected=f"at most {num_bytes - 4} bytes", found=footer_num_bytes)
+    if footer_num_bytes > len(tail):
+        tail = storage.read_tail(url, footer_num_bytes, storage_options, file_num_bytes=num_bytes)
+    return tail[-footer_num_bytes:]
+
+
+def _raise_no_footer(url: str, num_bytes: int, tail: bytes, storage_options: Mapping[str, Any]) -> None:
+    head = storage.read_range(url, 0, min(16, num_bytes), storage_options)
+    if head[:4] == _MARK:
+        what, hint = "the shard is cut: it begins as Parquet and has no footer", "fetch or write it again"
+    else:
+        what, hint = "the shard is not Parquet", "an error page saved under its name? fetch it again"
+    raise ManifestError(what, url=url, expected="PAR1 at its end", found=f"{head!r} … {tail[-4:]!r}", hint=hint)
+
+
+def footer_digest(footer: bytes) -> str:
+    """Returns 32 hex digits: blake2b of the footer's bytes."""
+    return hashlib.blake2b(footer, digest_size=16).hexdigest()
+
+
+def parse_footer(footer: bytes, url: str) -> pq.FileMetaData:
+    """Parses the bytes that ``read_footer`` returned.
+
+    Raises:
+        ManifestError: If they are damaged.
+    """
+    try:
+        return pq.read_metadata(pa.BufferReader(footer))
+    except (pa.ArrowException, OSError) as error:
+        raise ManifestError("the footer is damaged", url=url, found=error, hint="fetch or write it again") from error
+
+
+def row_group_span(group: pq.RowGroupMetaData, columns: Sequence[str] | None = None) -> tuple[int, int, int]:
+    """Returns where a row group's column data is in the file.
+
+    Args:
+        group: The row group.
+        columns: Only these columns, or None for all.
+
+    Returns:
+        First byte, end, and the number of column chunks (leaves) in between that are meant.
+    """
+    chunks = [group.column(place) for place in range(group.num_columns)]
+    if columns is not None:
+        inside = tuple(f"{name}." for name in columns)
+        chunks = [c for c in chunks if c.path_in_schema in columns or c.path_in_schema.startswith(inside)]
+    if not chunks:
+        return 0, 0, 0
+    starts = [_chunk_start(chunk) for chunk in chunks]
+    end = max(start + chunk.total_compressed_size for start, chunk in zip(starts, chunks, strict=True))
+    return min(starts), end, len(chunks)
+
+
+def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:
+    """First byte of a column chunk; some writers say 0 where there is no dictionary page."""
+    return int(chunk.dictionary_page_offset or chunk.data_page_offset)
+
+
+def decoded_num_bytes(group: pq.RowGroupMetaData) -> int:
+    """Returns about how large a row group is in memory.
+
+    The sizes in the footer are those of the encoded pages: of numbers, the count and width are better.
+    """
+    chunks = (group.column(place) for place in range(group.num_columns))
+    return sum(max(c.total_uncompressed_size, c.num_values * _WIDTHS.get(c.physical_type, 1)) for c in chunks)
+
+
+def num_missing(metadata: pq.FileMetaData, name: str) -> int:
+    """Returns how many rows of a flat column are null, by its statistics; -1 if they do not tell."""
+    places = [place for place in range(metadata.num_columns) if metadata.schema.column(place).path == name]
+    if not places:
+        return -1  # nested: its leaves count other things than rows
+    total = 0
+    for index in range(metadata.num_row_groups):
+        statistics = metadata.row_group(index).column(places[0]).statistics
+        if statistics is None or not statistics.has_null_count:
+            return -1
+        total += statistics.null_count
+    return total

@@ -1,0 +1,160 @@
+"""What every format does with a shard: cut blocks into runs, notice a changed file, name the place of an error."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import zstandard
+
+from shardstream import storage
+from shardstream.errors import DecodeError, ManifestError, ReadError, ShardChangedError, ShardStreamError
+
+if TYPE_CHECKING:
+    from shardstream.formats import Shard
+    from shardstream.manifest import Manifest
+
+_T = TypeVar("_T")
+
+DAMAGE = (pa.ArrowException, OSError, EOFError, zlib.error, zstandard.ZstdError)  # what decoders raise on bad bytes
+
+LONG_BLOCK_NUM_BYTES = 64 << 20
+_MAX_REMEMBERED = 64  # shards a process keeps the tables of: about 1 MB each
+_checked: WeakKeyDictionary[Manifest, set[int]] = WeakKeyDictionary()
+_remembered: WeakKeyDictionary[Manifest, dict[int, Any]] = WeakKeyDictionary()
+
+
+def run_rows_of(num_rows: int, num_bytes: int, run_num_bytes: int) -> int:
+    """Returns the rows per run of a block: equal runs of at most about ``run_num_bytes``.
+
+    A block of up to one and a half runs stays one run, because two opened halves cost more than they save.
+
+    Args:
+        num_rows: Rows of the block.
+        num_bytes: Their decoded size.
+        run_num_bytes: Wanted decoded size of a run.
+
+    Example:
+        >>> run_rows_of(100, 1000, 1000), run_rows_of(100, 1500, 1000), run_rows_of(100, 2500, 1000)
+        (100, 100, 34)
+    """
+    if 2 * num_bytes <= 3 * run_num_bytes:
+        return max(1, num_rows)
+    num_runs = -(-num_bytes // run_num_bytes)
+    return max(1, -(-num_rows // num_runs))
+
+
+def run_bounds(shard: Shard, block: int) -> list[tuple[int, int]]:
+    """Returns the first row and the end row of each run of a block, counted in the block.
+
+    Args:
+        shard: The shard.
+        block: Index of the block in the manifest.
+    """
+    rows = int(shard.manifest.block_rows[block])
+    step = int(shard.manifest.block_run_rows[block])
+    return [(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def check_unchanged(shard: Shard, digest_now: Callable[[], str]) -> None:
+    """Compares a shard with what was indexed: once a process, on its first block.
+
+    Size and version tag are compared first; where they differ, what indexing read is read again and its digest
+    decides, so that a copied or moved file is still the same shard.
+
+    Args:
+        shard: The shard.
+        digest_now: Reads the digest of the file as it is now.
+
+    Raises:
+        ShardChangedError: If it is another file.
+        ReadError: If storage failed.
+    """
+    manifest, index = shard.manifest, shard.index
+    checked = _checked.setdefault(manifest, set())
+    if index in checked:
+        return
+    now = storage.stat(shard.url, shard.storage_options)
+    num_bytes, tag = int(manifest.num_bytes[index]), manifest.version_tags[index]
+    if (now.num_bytes, now.version_tag) != (num_bytes, tag):
+        was = f"{num_bytes} bytes, digest {manifest.digests[index]}"
+        hint = "put the indexed file back, or index again with --update and start from the new manifest"
+        changed = "the shard is not the one that was indexed"
+        try:
+            digest = digest_now()
+        except ManifestError as error:
+            found = f"{now.num_bytes} bytes that cannot be indexed ({error})"
+            raise ShardChangedError(changed, url=shard.url, expected=was, found=found, hint=hint) from error
+        if digest != manifest.digests[index]:
+            found = f"{now.num_bytes} bytes, digest {digest}"
+            raise ShardChangedError(changed, url=shard.url, expected=was, found=found, hint=hint)
+    checked.add(index)
+
+
+def remembered(shard: Shard, make: Callable[[], _T]) -> _T:
+    """Returns what ``make`` made of this shard, kept for the shards used last, so that a block costs no table.
+
+    Threads may make the same value twice; either will do.
+
+    Args:
+        shard: The shard.
+        make: Makes the value; it must depend on the shard only.
+    """
+    tables = _remembered.setdefault(shard.manifest, {})
+    value = tables.pop(shard.index, None)
+    made: _T = make() if value is None else value
+    tables[shard.index] = made  # at the end: the last one used
+    while len(tables) > _MAX_REMEMBERED:
+        tables.pop(next(iter(tables)), None)
+    return made
+
+
+@contextmanager
+def naming_damage(url: str, block: int) -> Iterator[None]:
+    """Turns what decoders raise inside into a ``DecodeError``, and a missing file into a ``ReadError``.
+
+    Args:
+        url: The shard.
+        block: The block that is read.
+    """
+    try:
+        yield
+    except ShardStreamError:
+        raise
+    except FileNotFoundError as error:
+        raise ReadError("the shard is gone", url=url, block=block, hint="restore it, or index again") from error
+    except DAMAGE as error:
+        what = f"the block cannot be decoded ({type(error).__name__}: {error})"
+        hint = "compare the file with its source; `shardstream index` reads its layout again"
+        raise DecodeError(what, url=url, block=block, hint=hint) from error
+
+
+def long_block_warnings(
+    decoded_num_bytes: npt.NDArray[np.int64], is_streamed: npt.NDArray[np.bool_], *, is_whole_shard: bool
+) -> list[str]:
+    """Returns warnings about blocks that cost much to enter in the middle.
+
+    Args:
+        decoded_num_bytes: int64[b], what is decoded to read each block.
+        is_streamed: bool[b], whether it has several runs.
+        is_whole_shard: Whether the shard is one block because its compression has no way in.
+
+    Example:
+        >>> long_block_warnings(np.array([100 << 20]), np.array([True]), is_whole_shard=True)
+        ['the shard cannot be entered in the middle: a resume decodes up to 100 MiB; `shardstream reshard` ...']
+    """
+    if not np.any(is_streamed):
+        return []
+    largest = f"a resume decodes up to {int(decoded_num_bytes[is_streamed].max()) / (1 << 20):.0f} MiB"
+    if is_whole_shard:
+        return [f"the shard cannot be entered in the middle: {largest}; `shardstream reshard` writes frames of 4 MiB"]
+    num_long = int(np.count_nonzero(is_streamed & (decoded_num_bytes > LONG_BLOCK_NUM_BYTES)))
+    if not num_long:
+        return []
+    return [f"{num_long} blocks are over 64 MiB: {largest}; `shardstream reshard` writes blocks of 4 MiB"]

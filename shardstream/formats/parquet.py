@@ -1,0 +1,282 @@
+"""Parquet shards: a block is a row group; of a shard's footer the manifest keeps a copy, so reading needs none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from shardstream import storage
+from shardstream.columns import Rows
+from shardstream.errors import DecodeError, ManifestError
+from shardstream.formats import IndexOptions, Shard, ShardIndex
+from shardstream.formats._arrow import column_of, is_number, is_number_list, plain_type, rows_of
+from shardstream.formats._counts import list_lengths, num_valid_targets
+from shardstream.formats._footer import (
+    decoded_num_bytes,
+    footer_digest,
+    num_missing,
+    parse_footer,
+    read_footer,
+    row_group_span,
+)
+from shardstream.formats._shards import (
+    DAMAGE,
+    check_unchanged,
+    long_block_warnings,
+    naming_damage,
+    remembered,
+    run_bounds,
+    run_rows_of,
+)
+from shardstream.formats._span import SpanFile
+from shardstream.manifest import ColumnSchema
+
+_STREAM_NUM_BYTES = 1 << 20  # what pyarrow holds of each column while it streams a row group
+
+
+class ParquetFormat:
+    """Reads Parquet files, local or remote, whole row groups or run by run in bounded memory.
+
+    Example:
+        >>> import tempfile, pyarrow.parquet
+        >>> path = tempfile.mkdtemp() + "/a.parquet"
+        >>> pyarrow.parquet.write_table(pa.table({"x": [1, 2, 3]}), path, row_group_size=2)
+        >>> ParquetFormat().index_shard(path, IndexOptions(), {}).block_rows.tolist()
+        [2, 1]
+    """
+
+    def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
+        """Reads the footer and, if counts per sample are asked for, the columns they need.
+
+        Returns:
+            One block per row group that has rows. Lists: ``footer``; with ``tokens_column`` also ``token_lengths``
+            int32[n], ``run_num_tokens`` int64[r] and ``run_num_documents`` int32[r] (rows with tokens); with
+            ``targets`` also ``targets.<head>`` int32[n].
+
+        Raises:
+            ManifestError: If the shard is empty, cut, encrypted, not Parquet, or lacks a column.
+            ReadError: If storage failed.
+        """
+        info = storage.stat(url, storage_options)
+        footer = read_footer(url, info.num_bytes, storage_options)
+        metadata = parse_footer(footer, url)
+        schema = _schema(footer, metadata, url)
+        groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
+        groups = [group for group in groups if group.num_rows]
+        spans = [row_group_span(group) for group in groups]
+        if any(not 0 < start < end <= info.num_bytes - len(footer) for start, end, _ in spans):
+            raise ManifestError("the footer points outside the shard", url=url, hint="fetch or write it again")
+        sizes = [decoded_num_bytes(group) for group in groups]
+        run_rows = [
+            run_rows_of(group.num_rows, size, options.run_num_bytes) for group, size in zip(groups, sizes, strict=True)
+        ]
+        block_rows = np.array([group.num_rows for group in groups], np.int32)
+        block_run_rows = np.array(run_rows, np.int32)
+        counts = _count(url, metadata, schema, run_rows, options, storage_options) if _counted(options) else {}
+        return ShardIndex(
+            format="parquet",
+            num_bytes=info.num_bytes,
+            version_tag=info.version_tag,
+            digest=footer_digest(footer),
+            block_rows=block_rows,
+            block_run_rows=block_run_rows,
+            block_offset=np.array([start for start, _, _ in spans], np.int64),
+            block_num_bytes=np.array([end - start for start, end, _ in spans], np.int64),
+            columns=tuple(ColumnSchema(f.name, str(f.type), num_missing(metadata, f.name)) for f in schema),
+            arrow_schema=schema.serialize().to_pybytes(),
+            lists={"footer": footer, **counts},
+            warnings=tuple(
+                long_block_warnings(np.array(sizes, np.int64), block_rows > block_run_rows, is_whole_shard=False)
+            ),
+        )
+
+    def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
+        """Yields the runs of a row group, cast to the manifest's schema; see ``Format.read_runs``.
+
+        A row group of one run is read at once, one of several is streamed page by page. Entering it at a later run
+        decodes the earlier ones, because Parquet has no way around that.
+        """
+        check_unchanged(shard, lambda: _digest_now(shard))
+        metadata = remembered(shard, lambda: _metadata(shard))
+        group = _row_group(shard, block, metadata)
+        schema = pa.ipc.read_schema(pa.py_buffer(shard.manifest.arrow_schema)) if shard.manifest.arrow_schema else None
+        bounds = run_bounds(shard, block)
+        num_bytes = int(shard.manifest.num_bytes[shard.index])
+        with (
+            naming_damage(shard.url, block),
+            _opened(shard.url, metadata, group, columns, num_bytes, shard.storage_options) as file,
+        ):
+            names = list(columns) if columns is not None else (schema or file.schema_arrow).names
+            _check_columns(shard, block, names, file.schema_arrow)
+            tables = _tables(file, group, names, int(shard.manifest.block_run_rows[block]))
+            for run, (first, end) in enumerate(bounds):
+                table = next(tables, None)
+                if table is None or table.num_rows != end - first:
+                    found = f"{0 if table is None else table.num_rows} rows"
+                    raise DecodeError(
+                        "a run is short", url=shard.url, block=block, expected=f"{end - first} rows", found=found
+                    )
+                if run >= first_run:
+                    yield rows_of(_cast(table, names, schema, shard.url, block))
+                del table
+
+
+def _schema(footer: bytes, metadata: pq.FileMetaData, url: str) -> pa.Schema:
+    """The schema as rows show it, without the writer's notes."""
+    try:
+        file = pq.ParquetFile(pa.BufferReader(footer), metadata=metadata, coerce_int96_timestamp_unit="us")
+        schema = file.schema_arrow
+    except DAMAGE as error:
+        raise ManifestError("the shard's schema cannot be read", url=url, found=error) from error
+    doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if doubled:
+        raise ManifestError("column names must differ", url=url, found=f"{doubled} more than once")
+    return pa.schema([field.with_type(plain_type(field.type)).remove_metadata() for field in schema])
+
+
+def _digest_now(shard: Shard) -> str:
+    num_bytes = storage.stat(shard.url, shard.storage_options).num_bytes
+    return footer_digest(read_footer(shard.url, num_bytes, shard.storage_options))
+
+
+def _metadata(shard: Shard) -> pq.FileMetaData:
+    """The parsed footer, from the manifest where it has a copy."""
+    lists = shard.manifest.lists
+    footer = shard.read_lists("footer")["footer"] if lists is not None and "footer" in lists.names else b""
+    if not footer:
+        footer = read_footer(shard.url, int(shard.manifest.num_bytes[shard.index]), shard.storage_options)
+    return parse_footer(footer, shard.url)
+
+
+def _row_group(shard: Shard, block: int, metadata: pq.FileMetaData) -> int:
+    """The row group of a block: row groups without rows are not blocks."""
+    with_rows = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
+    return with_rows[block - int(shard.manifest.shard_first_block[shard.index])]
+
+
+@contextmanager
+def _opened(
+    url: str,
+    metadata: pq.FileMetaData,
+    group: int,
+    columns: Sequence[str] | None,
+    num_bytes: int,
+    storage_options: Mapping[str, Any],
+) -> Iterator[pq.ParquetFile]:
+    """Opens a shard to read one row group; what is opened is closed at the end."""
+    path = storage.local_path(url)
+    if path is None:
+        start, end, num_leaves = row_group_span(metadata.row_group(group), columns)
+        fetch = partial(storage.read_range, url, storage_options=storage_options)
+        source = pa.PythonFile(
+            SpanFile(fetch, start=start, end=end, num_bytes=num_bytes, num_streams=num_leaves), mode="r"
+        )
+    else:
+        source = pa.OSFile(path, "rb")
+    with source:
+        yield pq.ParquetFile(
+            source,
+            metadata=metadata,
+            pre_buffer=False,  # it would fetch whole column chunks and cancel the buffer size
+            buffer_size=_STREAM_NUM_BYTES,
+            coerce_int96_timestamp_unit="us",  # nanoseconds wrap outside the years 1677 to 2262
+        )
+
+
+def _tables(
+    file: pq.ParquetFile, group: int, names: Sequence[str], run_rows: int
+) -> Iterator[pa.Table | pa.RecordBatch]:
+    """The runs of a row group."""
+    if run_rows >= file.metadata.row_group(group).num_rows:
+        return iter([file.read_row_group(group, columns=list(names), use_threads=False)])
+    batches: Iterator[pa.RecordBatch] = file.iter_batches(
+        run_rows, row_groups=[group], columns=list(names), use_threads=False
+    )
+    return batches
+
+
+def _check_columns(shard: Shard, block: int, names: Sequence[str], schema: pa.Schema) -> None:
+    for name in names:
+        if name not in schema.names:
+            found = ", ".join(schema.names)
+            raise DecodeError(f"the shard has no column {name!r}", url=shard.url, block=block, found=found)
+
+
+def _cast(
+    table: pa.Table | pa.RecordBatch, names: Sequence[str], schema: pa.Schema | None, url: str, block: int
+) -> pa.Table | pa.RecordBatch:
+    """The named columns, in that order, in the types that all shards share."""
+    table = table.select(list(names))
+    arrays = []
+    for name, array in zip(names, table.columns, strict=True):
+        kind = schema.field(name).type if schema is not None and name in schema.names else plain_type(array.type)
+        try:
+            arrays.append(array if array.type == kind else array.cast(kind))
+        except pa.ArrowException as error:
+            what = f"column {name!r} does not fit the manifest's type"
+            raise DecodeError(what, url=url, block=block, expected=kind, found=f"{array.type} ({error})") from error
+    return type(table).from_arrays(arrays, names=list(names)) if arrays else table
+
+
+# --------------------------------------------------------------------------------------------------- counts
+
+
+def _counted(options: IndexOptions) -> bool:
+    return options.tokens_column is not None or bool(options.targets)
+
+
+def _check_counted(url: str, schema: pa.Schema, options: IndexOptions) -> list[str]:
+    """The columns that counts need, each once."""
+    lists = {} if options.tokens_column is None else {options.tokens_column: True}
+    wanted = {**dict.fromkeys(options.targets.values(), False), **lists}
+    for name, only_lists in wanted.items():
+        if name not in schema.names:
+            raise ManifestError(f"the shard has no column {name!r}", url=url, found=", ".join(schema.names))
+        kind = schema.field(name).type
+        if not (pa.types.is_null(kind) or is_number_list(kind) or (is_number(kind) and not only_lists)):
+            expected = "lists of numbers" if only_lists else "numbers or lists of numbers"
+            raise ManifestError(f"column {name!r} cannot be counted", url=url, expected=expected, found=kind)
+    return list(wanted)
+
+
+def _count(
+    url: str,
+    metadata: pq.FileMetaData,
+    schema: pa.Schema,
+    run_rows: Sequence[int],
+    options: IndexOptions,
+    storage_options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Token lengths and valid targets per sample, run by run."""
+    names = _check_counted(url, schema, options)
+    num_bytes = storage.stat(url, storage_options).num_bytes
+    lengths: list[Any] = []
+    valid: dict[str, list[Any]] = {head: [] for head in options.targets}
+    groups = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
+    for group, step in zip(groups, run_rows, strict=True):
+        try:
+            with _opened(url, metadata, group, names, num_bytes, storage_options) as file:
+                for table in _tables(file, group, names, step):
+                    columns = {name: column_of(table.column(name)) for name in names}
+                    if options.tokens_column is not None:
+                        lengths.append(list_lengths(columns[options.tokens_column]))
+                    for head, name in options.targets.items():
+                        valid[head].append(num_valid_targets(columns[name], options.ignore_index))
+        except DAMAGE as error:
+            raise ManifestError(f"row group {group} cannot be decoded", url=url, found=error) from error
+    counts: dict[str, Any] = {f"targets.{head}": _joined(parts) for head, parts in valid.items()}
+    if options.tokens_column is not None:
+        counts["token_lengths"] = _joined(lengths)
+        counts["run_num_tokens"] = np.array([run.sum(dtype=np.int64) for run in lengths], np.int64)
+        counts["run_num_documents"] = np.array([np.count_nonzero(run) for run in lengths], np.int32)
+    return counts
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return np.concatenate(parts) if parts else np.zeros(0, np.int32)

@@ -1,0 +1,306 @@
+"""Tar shards in WebDataset's layout: plain, gzip and zstd. ``tarfile`` is asked when indexing, never when reading."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardstream import storage
+from shardstream.columns import Column, Rows, Slices
+from shardstream.errors import DecodeError, ManifestError
+from shardstream.formats import IndexOptions, Shard, ShardIndex
+from shardstream.formats._decompress import ForwardFile, Frame, ZstdStream, decompressed
+from shardstream.formats._shards import (
+    DAMAGE,
+    check_unchanged,
+    long_block_warnings,
+    naming_damage,
+    remembered,
+    run_bounds,
+)
+from shardstream.formats._span import SpanFile
+from shardstream.formats._tar_blocks import cut_blocks
+from shardstream.formats._tar_scan import Findings, MemberTable, group_members, scan_members
+from shardstream.manifest import ColumnSchema
+
+KEY_COLUMN = "__key__"
+_READ_NUM_BYTES = 1 << 20
+_LISTS = ("sample_keys", "sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")
+
+
+class TarFormat:
+    """Reads WebDataset tars. A sample is the members that share directory and base name up to its first dot.
+
+    The rest of the base name, in lower case, is the field; values are bytes. ``__key__`` is the key. A leading ``./``
+    is dropped. Members named ``._*``, ``.DS_Store`` or ``__*__``, at any depth, and names without a suffix are no
+    samples (a warning tells how many). Links are refused, because they hold no data; garbage after the archive is
+    refused, because a damaged header looks the same; a missing end mark is a warning.
+    """
+
+    def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
+        """Lists all members: of a local plain tar by its headers, of any other by reading it once, front to back.
+
+        Returns:
+            One block per group of samples (see ``cut_blocks``). Lists: ``sample_keys`` (bytes) and
+            ``sample_num_members`` int32[n]; ``member_field`` (text), ``member_offset`` and ``member_num_bytes``
+            int64[m], in the decoded stream; ``block_data_offset`` int64[b].
+
+        Raises:
+            ManifestError: If the shard is empty (0 bytes), cut or damaged, a member comes twice or is a link, or counts
+                are asked for, which tars do not have.
+            ReadError: If storage failed.
+        """
+        if options.tokens_column is not None or options.targets:
+            raise ManifestError("tokens and targets are counted in Parquet columns", url=url, found="a tar shard")
+        format_name = _format_name(url)
+        info = storage.stat(url, storage_options)
+        findings = Findings()
+        table, frames = _scan(url, format_name, info.num_bytes, storage_options, findings)
+        starts, ends = _sample_spans(table.num_members, table.offsets, table.num_bytes)
+        blocks = cut_blocks(starts, ends, frames, info.num_bytes, options.run_num_bytes)
+        if frames is not None:
+            is_whole = len(frames) <= 1
+            findings.warnings += long_block_warnings(
+                blocks.decoded_num_bytes, blocks.rows > blocks.run_rows, is_whole_shard=is_whole
+            )
+        num_samples = Counter(table.fields)
+        return ShardIndex(
+            format=format_name,
+            num_bytes=info.num_bytes,
+            version_tag=info.version_tag,
+            digest=table.digest,
+            block_rows=blocks.rows,
+            block_run_rows=blocks.run_rows,
+            block_offset=blocks.offset,
+            block_num_bytes=blocks.num_bytes,
+            columns=tuple(
+                ColumnSchema(name, "bytes", len(table.keys) - number) for name, number in sorted(num_samples.items())
+            ),
+            lists={
+                "sample_keys": table.keys,
+                "sample_num_members": table.num_members,
+                "member_field": table.fields,
+                "member_offset": table.offsets,
+                "member_num_bytes": table.num_bytes,
+                "block_data_offset": blocks.data_offset,
+            },
+            warnings=tuple(findings.warnings),
+        )
+
+    def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
+        """Yields the runs of a block; see ``Format.read_runs``.
+
+        All fields of a run are views of one array: of a local plain tar the mapped file, else the bytes read. A field
+        that was named and that a sample lacks is an error; with ``columns=None`` it is null there.
+        """
+        check_unchanged(shard, lambda: _digest_now(shard))
+        samples = remembered(shard, lambda: _samples(shard))
+        first_row = int(shard.manifest.block_start[block] - shard.manifest.first_sample[shard.index])
+        bounds = [(first_row + first, first_row + end) for first, end in run_bounds(shard, block)][first_run:]
+        path = storage.local_path(shard.url)
+        with naming_damage(shard.url, block):
+            if path is not None and shard.manifest.formats[shard.index] == "tar":
+                for first, end in bounds:
+                    start = int(samples.starts[first])
+                    values = _mapped(path, start, int(samples.ends[end - 1]))
+                    yield _rows(shard, samples, first, end, columns, values, start)
+                return
+            with _block_stream(shard, block, int(samples.block_data_offset[_place(shard, block)])) as stream:
+                for first, end in bounds:
+                    start = int(samples.starts[first])
+                    stream.seek(start)
+                    values = _read_exactly(stream, int(samples.ends[end - 1]) - start)
+                    yield _rows(shard, samples, first, end, columns, values, start)
+                    del values
+
+
+# -------------------------------------------------------------------------------------------------- indexing
+
+
+def _format_name(url: str) -> str:
+    """``"tar"``, ``"tar.gz"`` or ``"tar.zst"``."""
+    name = url.split("?", 1)[0].lower() if "://" in url else url.lower()
+    if name.endswith((".tar.gz", ".tgz")):
+        return "tar.gz"
+    return "tar.zst" if name.endswith((".tar.zst", ".tar.zstd")) else "tar"
+
+
+def _scan(
+    url: str, format_name: str, num_bytes: int, storage_options: Mapping[str, Any], findings: Findings
+) -> tuple[MemberTable, list[Frame] | None]:
+    """The member table and, of a compressed tar, its frames."""
+    if num_bytes == 0:
+        raise ManifestError("the shard is empty (0 bytes)", url=url, hint="write it again, or leave it out")
+    try:
+        with storage.open_source(url, storage_options, num_bytes=num_bytes) as file:
+            stream = decompressed(file, format_name)
+            seekable = file if format_name == "tar" and storage.local_path(url) is not None else None
+            table = group_members(scan_members(ForwardFile(stream, seekable), url, findings), url)
+    except DAMAGE as error:
+        found = f"{type(error).__name__}: {error}"
+        hint = "fetch or write it again"
+        raise ManifestError("the shard is cut or damaged", url=url, found=found, hint=hint) from error
+    if isinstance(stream, ZstdStream):
+        return table, stream.frames
+    return table, None if format_name == "tar" else [Frame(0, 0)]
+
+
+def _digest_now(shard: Shard) -> str:
+    format_name = shard.manifest.formats[shard.index]
+    num_bytes = storage.stat(shard.url, shard.storage_options).num_bytes
+    return _scan(shard.url, format_name, num_bytes, shard.storage_options, Findings())[0].digest
+
+
+def _sample_spans(
+    num_members: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First data byte and end of each sample in the decoded stream; its members lie between, in order."""
+    after = np.cumsum(num_members, dtype=np.int64)
+    return offsets[after - num_members], (offsets + num_bytes)[after - 1]
+
+
+# --------------------------------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True, eq=False)
+class _Samples:
+    """What reading needs of a shard's member table."""
+
+    key_bytes: npt.NDArray[np.uint8]
+    key_ends: npt.NDArray[np.int64]
+    first_member: npt.NDArray[np.int64]
+    field_of_member: npt.NDArray[np.int32]
+    fields: dict[str, int]
+    offsets: npt.NDArray[np.int64]
+    num_bytes: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    block_data_offset: npt.NDArray[np.int64]
+
+
+def _samples(shard: Shard) -> _Samples:
+    lists = shard.read_lists(*_LISTS)
+    names = list(dict.fromkeys(lists["member_field"]))
+    fields = {name: code for code, name in enumerate(names)}
+    num_members, offsets, num_bytes = (np.asarray(lists[name]) for name in _LISTS[1:2] + _LISTS[3:5])
+    starts, ends = _sample_spans(num_members, offsets, num_bytes)
+    return _Samples(
+        key_bytes=np.frombuffer(b"".join(lists["sample_keys"]), np.uint8),
+        key_ends=np.cumsum([0, *map(len, lists["sample_keys"])], dtype=np.int64),
+        first_member=np.concatenate([[0], np.cumsum(num_members, dtype=np.int64)]),
+        field_of_member=np.array([fields[name] for name in lists["member_field"]], np.int32),
+        fields=fields,
+        offsets=offsets,
+        num_bytes=num_bytes,
+        starts=starts,
+        ends=ends,
+        block_data_offset=np.asarray(lists["block_data_offset"]),
+    )
+
+
+def _place(shard: Shard, block: int) -> int:
+    """Index of the block in its shard."""
+    return block - int(shard.manifest.shard_first_block[shard.index])
+
+
+def _mapped(path: str, start: int, end: int) -> npt.NDArray[np.uint8]:
+    """Bytes of a local file as a view of its mapping, which lives as long as the view; the file is closed at once."""
+    with pa.memory_map(path) as file:
+        file.seek(start)
+        values = np.frombuffer(file.read_buffer(end - start), np.uint8)
+    return _whole(values, end - start)
+
+
+def _read_exactly(stream: ForwardFile, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """The next bytes of a stream."""
+    values = np.empty(num_bytes, np.uint8)
+    view, filled = values.data, 0
+    while part := stream.read(min(_READ_NUM_BYTES, num_bytes - filled)):
+        view[filled : filled + len(part)] = part
+        filled += len(part)
+    return _whole(values[:filled], num_bytes)
+
+
+def _whole(values: npt.NDArray[np.uint8], num_bytes: int) -> npt.NDArray[np.uint8]:
+    if len(values) < num_bytes:
+        raise EOFError(f"{len(values)} of {num_bytes} bytes are there")
+    return values
+
+
+@contextmanager
+def _block_stream(shard: Shard, block: int, data_offset: int) -> Iterator[ForwardFile]:
+    """The decoded bytes of a block, from where it can be entered."""
+    manifest, url = shard.manifest, shard.url
+    offset = int(manifest.block_offset[block])
+    if storage.local_path(url) is not None:
+        file = storage.open_source(url)
+    else:
+        file = cast(
+            "BinaryIO",
+            SpanFile(
+                partial(storage.read_range, url, storage_options=shard.storage_options),
+                start=offset,
+                end=offset + int(manifest.block_num_bytes[block]),
+                num_bytes=int(manifest.num_bytes[shard.index]),
+            ),
+        )
+    with file:
+        file.seek(offset)
+        yield ForwardFile(decompressed(file, manifest.formats[shard.index]), position=data_offset)
+
+
+def _rows(
+    shard: Shard,
+    samples: _Samples,
+    first: int,
+    end: int,
+    columns: Sequence[str] | None,
+    values: npt.NDArray[np.uint8],
+    start: int,
+) -> Rows:
+    """The samples ``first`` to ``end`` of a shard, whose bytes from ``start`` on are ``values``."""
+    names = [KEY_COLUMN, *(column.name for column in shard.manifest.columns)] if columns is None else columns
+    members = slice(int(samples.first_member[first]), int(samples.first_member[end]))
+    sample_of_member = np.repeat(np.arange(end - first), np.diff(samples.first_member[first : end + 1]))
+    made: dict[str, Column] = {}
+    for name in names:
+        if name == KEY_COLUMN:
+            key_starts = samples.key_ends[first:end]
+            key_lengths = samples.key_ends[first + 1 : end + 1] - key_starts
+            made[name] = Slices(samples.key_bytes, key_starts, key_lengths, "text")
+            continue
+        chosen = np.flatnonzero(samples.field_of_member[members] == samples.fields.get(name, -1))
+        rows = sample_of_member[chosen]
+        starts, lengths = np.zeros(end - first, np.int64), np.zeros(end - first, np.int64)
+        starts[rows] = samples.offsets[members][chosen] - start
+        lengths[rows] = samples.num_bytes[members][chosen]
+        nulls = None
+        if len(rows) < end - first:
+            nulls = np.ones(end - first, np.bool_)
+            nulls[rows] = False
+            if columns is not None:
+                _raise_missing(shard, samples, first + int(np.argmax(nulls)), name)
+        made[name] = Slices(values, starts, lengths, "bytes", nulls)
+    return Rows(end - first, made, len(values))
+
+
+def _raise_missing(shard: Shard, samples: _Samples, row: int, name: str) -> None:
+    key_bytes = samples.key_bytes[samples.key_ends[row] : samples.key_ends[row + 1]].tobytes()
+    key = key_bytes.decode("utf-8", "backslashreplace")
+    codes = samples.field_of_member[samples.first_member[row] : samples.first_member[row + 1]]
+    names = list(samples.fields)
+    raise DecodeError(
+        f"sample {key!r} has no field {name!r}",
+        url=shard.url,
+        row=row,
+        found=", ".join(names[code] for code in codes),
+        hint="write it, or do not ask for it: with columns=None it is None where it is missing",
+    )
