@@ -6,8 +6,8 @@ Reading and writing the file is ``manifest_file``; making one from shards is ``i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -104,6 +104,9 @@ class Manifest:
     lists: ShardLists | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, object]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}  # not what was only derived
+
     # ------------------------------------------------------------------------------------------------ derived
 
     @property
@@ -193,12 +196,19 @@ class Manifest:
     # ------------------------------------------------------------------------------------------------ making
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, root: str | None = None) -> Manifest:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        root: str | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Manifest:
         """Reads a manifest file.
 
         Args:
             path: A local path or fsspec URL, as written by ``build_manifest`` or ``shardstream index``.
             root: Where the shards are now, if they were moved since.
+            storage_options: Given to fsspec to open the manifest.
 
         Returns:
             The manifest, its fingerprint checked against the file's.
@@ -208,15 +218,22 @@ class Manifest:
         """
         from shardstream.manifest_file import load_manifest
 
-        return load_manifest(path, root=root)
+        return load_manifest(path, root=root, storage_options=storage_options)
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Manifest:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> Manifest:
         """Writes this manifest to a file: to a temporary name first, then renamed.
 
         Args:
             path: A local path or fsspec URL.
             overwrite: Replace an existing manifest of another fingerprint. Without it that is an error, because
                 running jobs and cursors refer to the one that is there.
+            storage_options: Given to fsspec to write the manifest.
 
         Returns:
             The same manifest with ``path`` set.
@@ -226,7 +243,7 @@ class Manifest:
         """
         from shardstream.manifest_file import save_manifest
 
-        return save_manifest(self, path, overwrite=overwrite)
+        return save_manifest(self, path, overwrite=overwrite, storage_options=storage_options)
 
     @classmethod
     def synthetic(

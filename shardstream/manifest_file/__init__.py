@@ -1,0 +1,293 @@
+"""The manifest as a file: one Parquet file, one row per shard, written as a stream and read by column.
+
+The columns are those of ``_schema``: a row's numbers, and per-shard lists, each only if some shard has it. The file's
+key-value metadata holds one JSON text under ``shardstream``: version, root, schema, settings, fingerprint.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from shardstream import storage
+from shardstream.errors import ManifestError, ReadError, shown_url
+from shardstream.manifest import MANIFEST_VERSION, ColumnSchema, Int64Array, Manifest
+from shardstream.manifest_file._lists import ParquetLists
+from shardstream.manifest_file._schema import COLUMNS, LIST_TYPES, METADATA_KEY, is_list_name
+from shardstream.manifest_file._writer import DatasetInfo, ManifestWriter, ShardRow
+
+__all__ = [
+    "LIST_TYPES",
+    "DatasetInfo",
+    "ManifestWriter",
+    "ParquetLists",
+    "ShardRow",
+    "load_manifest",
+    "save_manifest",
+    "shard_row",
+    "write_manifest",
+]
+
+Options = Mapping[str, Any]
+
+_ABOUT = ("root", "root_is_relative", "columns", "arrow_schema", "tokens_column", "metadata", "fingerprint")
+
+
+def load_manifest(
+    path: str | os.PathLike[str], root: str | None = None, *, storage_options: Options | None = None
+) -> Manifest:
+    """Reads a manifest file: the columns that a ``Manifest`` holds; lists stay where they are.
+
+    Args:
+        path: A local path or fsspec URL.
+        root: Where the shards are now, if they were moved since.
+        storage_options: Given to fsspec.
+
+    Returns:
+        The manifest, checked against its own counts and fingerprint.
+
+    Raises:
+        ManifestError: If it is missing, not a manifest, of a newer version, or damaged.
+        ReadError: If storage failed.
+    """
+    url = storage.absolute(os.fspath(path))
+    file, about = _opened(url, storage_options)
+    try:
+        table = file.read(columns=list(COLUMNS))
+        if table.schema.names != list(COLUMNS) or any(table.column(name).null_count for name in COLUMNS):
+            raise _damaged(url, expected=", ".join(COLUMNS), found=", ".join(table.schema.names))
+        arrays = {name: table.column(name).cast(kind) for name, kind in COLUMNS.items()}
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(url, found=error) from error
+    first_block = _first_block(url, arrays)
+    manifest = Manifest(
+        root=_root(url, about) if root is None else storage.absolute(root).rstrip("/"),
+        urls=arrays["url"].to_pylist(),
+        formats=arrays["format"].to_pylist(),
+        num_bytes=arrays["num_bytes"].to_numpy(),
+        version_tags=arrays["version_tag"].to_pylist(),
+        digests=arrays["digest"].to_pylist(),
+        shard_first_block=first_block,
+        block_rows=_flat(arrays["block_rows"]),
+        block_run_rows=_flat(arrays["block_run_rows"]),
+        block_offset=_flat(arrays["block_offset"]),
+        block_num_bytes=_flat(arrays["block_num_bytes"]),
+        columns=tuple(ColumnSchema(*column) for column in about["columns"]),
+        arrow_schema=base64.b64decode(about["arrow_schema"]),
+        tokens_column=about["tokens_column"],
+        path=url,
+        lists=_lists_of(file, path=url, storage_options=storage_options),
+        metadata=about["metadata"],
+    )
+    _check_counts(url, manifest, arrays["num_samples"].to_numpy())
+    if manifest.fingerprint != about["fingerprint"]:
+        raise _damaged(url, expected=f"fingerprint {about['fingerprint']}", found=manifest.fingerprint)
+    return manifest
+
+
+def save_manifest(
+    manifest: Manifest,
+    path: str | os.PathLike[str],
+    overwrite: bool = False,  # noqa: FBT001, FBT002 - as Manifest.save
+    *,
+    storage_options: Options | None = None,
+) -> Manifest:
+    """Writes a manifest, with its lists, to a file that appears whole or not at all.
+
+    Args:
+        manifest: The manifest.
+        path: A local path or fsspec URL.
+        overwrite: Replace an existing manifest of another fingerprint.
+        storage_options: Given to fsspec.
+
+    Returns:
+        The same manifest with ``path`` and ``lists`` of the new file.
+
+    Raises:
+        ManifestError: If another manifest, or something that is none, is at ``path``.
+    """
+
+    def fill(writer: ManifestWriter) -> DatasetInfo:
+        for shard in range(manifest.num_shards):
+            writer.add(shard_row(manifest, shard))
+        return DatasetInfo(
+            root=manifest.root,
+            columns=manifest.columns,
+            arrow_schema=manifest.arrow_schema,
+            tokens_column=manifest.tokens_column,
+            metadata=manifest.metadata,
+        )
+
+    return write_manifest(fill, path, overwrite=overwrite, storage_options=storage_options)
+
+
+def write_manifest(
+    fill: Callable[[ManifestWriter], DatasetInfo],
+    path: str | os.PathLike[str] | None,
+    *,
+    overwrite: bool = False,
+    storage_options: Options | None = None,
+) -> Manifest:
+    """Writes a manifest shard by shard, to a file or to memory.
+
+    Args:
+        fill: Adds all shards to the writer and returns what holds for all of them. If it raises, nothing is written.
+        path: A local path or fsspec URL, or None to keep the manifest in memory.
+        overwrite: Replace an existing manifest of another fingerprint.
+        storage_options: Given to fsspec.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ManifestError: If another manifest, or something that is none, is at ``path``.
+    """
+    if path is None:
+        memory = io.BytesIO()
+        writer = ManifestWriter(memory)
+        manifest = writer.finish(fill(writer))
+        data = memory.getvalue()
+        return replace(manifest, lists=_lists_of(pq.ParquetFile(pa.BufferReader(data)), data=data))
+    url = storage.absolute(os.fspath(path))
+    there = _fingerprint_at(url, storage_options)
+    with storage.write_atomic(url, storage_options) as file:
+        writer = ManifestWriter(file)
+        info = fill(writer)
+        manifest = writer.finish(info, stored_root=_stored_root(info.root, url))
+        if there not in (None, manifest.fingerprint) and not overwrite:
+            hint = (
+                "manifests are never changed, because jobs and cursors refer to them: choose another name, or overwrite"
+            )
+            what = "another manifest is there already"
+            raise ManifestError(what, url=url, expected=f"fingerprint {manifest.fingerprint}", found=there, hint=hint)
+        file.seek(0)
+        names = frozenset(filter(is_list_name, pq.ParquetFile(file).schema_arrow.names))
+    return replace(manifest, path=url, lists=ParquetLists(names, path=url, storage_options=storage_options))
+
+
+def shard_row(manifest: Manifest, shard: int) -> ShardRow:
+    """Returns all that a manifest knows of a shard, lists included."""
+    blocks = slice(int(manifest.shard_first_block[shard]), int(manifest.shard_first_block[shard + 1]))
+    lists = manifest.lists
+    return ShardRow(
+        url=manifest.urls[shard],
+        format=manifest.formats[shard],
+        num_bytes=int(manifest.num_bytes[shard]),
+        version_tag=manifest.version_tags[shard],
+        digest=manifest.digests[shard],
+        block_rows=manifest.block_rows[blocks],
+        block_run_rows=manifest.block_run_rows[blocks],
+        block_offset=manifest.block_offset[blocks],
+        block_num_bytes=manifest.block_num_bytes[blocks],
+        lists={} if lists is None else lists.read(shard, sorted(lists.names)),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- root
+
+
+def _stored_root(root: str, url: str) -> str | None:
+    """The root as seen from the manifest's folder if it is there or below, so that the folder can be moved whole."""
+    return storage.path_below(root, storage.folder_of(url)) if root else None
+
+
+def _root(url: str, about: Mapping[str, Any]) -> str:
+    if not about["root_is_relative"]:
+        return str(about["root"])
+    folder = storage.folder_of(url)
+    return folder if about["root"] == "." else f"{folder}/{about['root']}"
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _opened(url: str, storage_options: Options | None) -> tuple[pq.ParquetFile, dict[str, Any]]:
+    """Opens a manifest file and reads what it says of itself."""
+    try:
+        path = storage.local_path(url)
+        source = path or storage.open_source(url, storage_options, ahead_num_bytes=0)
+        file = pq.ParquetFile(source, pre_buffer=True)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ManifestError("there is no manifest here", url=url, found=type(error).__name__) from error
+    except ReadError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            raise ManifestError("there is no manifest here", url=url, hint="check the path") from error
+        raise
+    except (pa.ArrowException, OSError) as error:
+        hint = "make one with `shardstream index`; if it was one, it is cut or damaged"
+        raise ManifestError("this is not a manifest", url=url, found=error, hint=hint) from error
+    text = (file.metadata.metadata or {}).get(METADATA_KEY)
+    if text is None:
+        hint = "make one with `shardstream index` and pass its output"
+        raise ManifestError("this is a Parquet file, but not a manifest", url=url, hint=hint)
+    about: dict[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        about = json.loads(text)
+    version = about.get("version")
+    if not isinstance(version, int):
+        raise _damaged(url, found=f"version {version!r}")
+    if version > MANIFEST_VERSION:
+        hint = "install a newer shardstream, or index again with this one"
+        expected = f"version {MANIFEST_VERSION} at most"
+        raise ManifestError(
+            "the manifest was made by a newer shardstream", url=url, expected=expected, found=version, hint=hint
+        )
+    return file, about
+
+
+def _fingerprint_at(url: str, storage_options: Options | None) -> str | None:
+    """The fingerprint of the manifest at ``url``; None if nothing is there."""
+    if storage.kind_of(url, storage_options) is None:
+        return None
+    try:
+        return str(_opened(url, storage_options)[1]["fingerprint"])
+    except ManifestError as error:
+        hint = "choose another name, or remove it yourself"
+        what = "something that is no readable manifest is there, and will not be replaced"
+        raise ManifestError(what, url=url, found=error, hint=hint) from error
+
+
+def _lists_of(file: pq.ParquetFile, **where: Any) -> ParquetLists:
+    return ParquetLists(frozenset(filter(is_list_name, file.schema_arrow.names)), **where)
+
+
+def _first_block(url: str, arrays: Mapping[str, pa.ChunkedArray]) -> Int64Array:
+    """int64[S + 1] from the lengths of the block lists, which must agree."""
+    lists = [arrays[name] for name, kind in COLUMNS.items() if pa.types.is_list(kind)]
+    lengths = [pc.list_value_length(column).to_numpy() for column in lists]
+    if any(not np.array_equal(lengths[0], others) for others in lengths):
+        raise _damaged(url, expected="as many rows, runs, offsets and sizes as blocks", found="other counts")
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[0], dtype=np.int64)])
+
+
+def _flat(lists: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """The entries of all lists, end to end."""
+    flat: npt.NDArray[Any] = pc.list_flatten(lists).to_numpy()
+    return flat
+
+
+def _check_counts(url: str, manifest: Manifest, num_samples: Int64Array) -> None:
+    rows, run_rows = manifest.block_rows, manifest.block_run_rows
+    if np.any(rows < 1) or np.any(run_rows < 1):
+        raise _damaged(url, expected="blocks and runs of at least one row", found=min(rows.min(), run_rows.min()))
+    differs = np.flatnonzero(manifest.shard_num_samples != num_samples)
+    if len(differs):
+        shard = int(differs[0])
+        expected = f"{int(num_samples[shard])} samples in {shown_url(manifest.urls[shard])}"
+        raise _damaged(url, expected=expected, found=f"blocks of {int(manifest.shard_num_samples[shard])}")
+
+
+def _damaged(url: str, **facts: Any) -> ManifestError:
+    return ManifestError("the manifest is damaged", url=url, hint="index again, or fetch it again", **facts)
