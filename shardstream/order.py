@@ -6,6 +6,9 @@ excepted, which exists to agree with ``DistributedSampler``).
 
 from __future__ import annotations
 
+import math
+import operator
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -26,7 +29,9 @@ SHUFFLES: tuple[Shuffle, ...] = (True, False, "full", "torch")
 
 _MOST_LANES = 4096
 _FEWEST_LANES = 64
-_CACHED_ROWS = 1 << 22
+_KEPT_NUM_BYTES = 18 << 20  # of runs' permutations: 4,096 lanes of runs of 1,000 rows
+_KEPT_RUN_NUM_BYTES = 300  # what a run takes besides its rows
+_TORCH_SEEDS = range(-(1 << 63), 1 << 64)
 
 
 class Located(NamedTuple):
@@ -70,7 +75,7 @@ def default_lanes(global_batch: int, num_blocks: int) -> int:
 
 
 def _divisors(n: int) -> Iterator[int]:
-    for d in range(1, int(n**0.5) + 1):
+    for d in range(1, math.isqrt(n) + 1):
         if n % d == 0:
             yield d
             yield n // d
@@ -133,8 +138,7 @@ class EpochOrder:
         manifest: The data set.
         seed: The job's seed.
         epoch: The epoch; each has an order of its own.
-        lanes: Blocks that are read side by side; ``default_lanes`` chooses. 1 is the only choice for ``"full"`` and
-            ``"torch"``, and the default there and without shuffling.
+        lanes: Blocks that are read side by side; ``default_lanes`` chooses well. ``"full"`` and ``"torch"`` have one.
         shuffle: True: blocks, and rows within runs. False: file order. ``"full"``: one bijection of all samples, for
             data with random access. ``"torch"``: exactly ``DistributedSampler``'s order; O(N).
 
@@ -158,6 +162,13 @@ class EpochOrder:
     _permutations: _RunPermutations = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        try:
+            seed, epoch = operator.index(self.seed), operator.index(self.epoch)
+        except TypeError:
+            found = f"{self.seed!r}, {self.epoch!r}"
+            raise PlanError("seed and epoch must be whole numbers", found=found) from None
+        object.__setattr__(self, "seed", seed)
+        object.__setattr__(self, "epoch", epoch)
         if self.shuffle not in SHUFFLES or not isinstance(self.shuffle, (bool, str)):
             raise PlanError("unknown shuffle", expected="True, False, 'full' or 'torch'", found=repr(self.shuffle))
         if self.lanes < 1:
@@ -167,7 +178,12 @@ class EpochOrder:
             raise PlanError(f"shuffle={self.shuffle!r} has one lane", expected=1, found=self.lanes, hint=hint)
         if self.epoch < 0:
             raise PlanError("the epoch must not be negative", found=self.epoch)
+        if self.shuffle == "torch" and seed + epoch not in _TORCH_SEEDS:
+            raise PlanError("torch's generator takes 64 bits", expected="seed + epoch < 2^64", found=seed + epoch)
         object.__setattr__(self, "_permutations", _RunPermutations(self.seed, self.epoch))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpochOrder, (self.manifest, self.seed, self.epoch, self.lanes, self.shuffle)  # not what it remembers
 
     @property
     def num_positions(self) -> int:
@@ -175,27 +191,34 @@ class EpochOrder:
         return self.manifest.num_samples
 
     def locate(self, positions: Positions) -> tuple[Int64Array, Int64Array]:
-        """Returns (shard, row in the shard) of each position, both int64[num_positions]."""
+        """Returns (shard, row in the shard) of each position, both int64[num_positions].
+
+        Args:
+            positions: Integers in [0, N), in any order.
+
+        Raises:
+            PlanError: If a position lies outside the epoch.
+        """
         ids = self.sample_ids(positions)
         shard = self.manifest.shard_of_sample(ids)
         return shard, ids - self.manifest.first_sample[shard]
 
     def sample_ids(self, positions: Positions) -> Int64Array:
-        """Returns the sample id at each position: int64[num_positions]."""
+        """Returns the sample id at each position: int64[num_positions]. Arguments and errors as in ``locate``."""
         if isinstance(self.shuffle, str):
             return self._full_ids(positions)
         block, _, row = self.rows(positions)
         return self.manifest.block_start[block] + row
 
     def rows(self, positions: Positions) -> Located:
-        """Returns block, run and row in the block of each position, for those who read them."""
+        """Returns block, run and row in the block of each position, for those who read them; else as ``locate``."""
         manifest = self.manifest
         if isinstance(self.shuffle, str):
             ids = self._full_ids(positions)
             block = np.searchsorted(manifest.block_start, ids, side="right") - 1
             row = ids - manifest.block_start[block]
             return Located(block, row // manifest.block_run_rows[block], row)
-        block, offset = self._line_rows(self.lane_cut.line_index(positions))
+        block, offset = self._line_rows(self.lane_cut.line_index(self._checked(positions)))
         run_rows = manifest.block_run_rows[block].astype(np.int64)
         run = offset // run_rows
         if self.shuffle:
@@ -226,6 +249,14 @@ class EpochOrder:
         np.cumsum(self.manifest.block_rows[self.line_blocks], out=start[1:])
         return start
 
+    def _checked(self, positions: Positions) -> Int64Array:
+        places: Int64Array = np.asarray(positions, np.int64)
+        if places.size and not (places.min() >= 0 and places.max() < self.num_positions):
+            outside = places[(places < 0) | (places >= self.num_positions)]
+            expected = f"0..{self.num_positions - 1}"
+            raise PlanError("a position lies outside the epoch", expected=expected, found=int(outside.flat[0]))
+        return places
+
     def _line_rows(self, line_index: Int64Array) -> tuple[Int64Array, Int64Array]:
         slot = np.searchsorted(self.line_start, line_index, side="right") - 1
         return self.line_blocks[slot], line_index - self.line_start[slot]
@@ -254,9 +285,10 @@ class EpochOrder:
     # ------------------------------------------------------------------------------------------------ without blocks
 
     def _full_ids(self, positions: Positions) -> Int64Array:
+        places = self._checked(positions)
         if self.shuffle == "torch":
-            return self._torch_permutation[np.asarray(positions, np.int64)]
-        return full_positions(positions, self.num_positions, self.seed, self.epoch)
+            return self._torch_permutation[places]
+        return full_positions(places, self.num_positions, self.seed, self.epoch)
 
     @cached_property
     def _torch_permutation(self) -> Int64Array:
@@ -274,16 +306,18 @@ class _RunPermutations:
     def __init__(self, seed: int, epoch: int) -> None:
         self._seed, self._epoch = seed, epoch
         self._kept: OrderedDict[tuple[int, int], npt.NDArray[np.int32]] = OrderedDict()
-        self._num_rows = 0
+        self._num_bytes = 0
+        self._lock = threading.Lock()  # an order is a value, and threads share values
 
     def of(self, block: int, run: int, num_rows: int) -> npt.NDArray[np.int32]:
-        kept = self._kept.get((block, run))
-        if kept is not None:
-            self._kept.move_to_end((block, run))
-            return kept
-        made = keyed_permutation(num_rows, key64(self._seed, self._epoch, "rows", block, run)).astype(np.int32)
-        self._kept[block, run] = made
-        self._num_rows += num_rows
-        while self._num_rows > _CACHED_ROWS and len(self._kept) > 1:
-            self._num_rows -= len(self._kept.popitem(last=False)[1])
-        return made
+        with self._lock:
+            kept = self._kept.get((block, run))
+            if kept is not None:
+                self._kept.move_to_end((block, run))
+                return kept
+            made = keyed_permutation(num_rows, key64(self._seed, self._epoch, "rows", block, run)).astype(np.int32)
+            self._kept[block, run] = made
+            self._num_bytes += made.nbytes + _KEPT_RUN_NUM_BYTES
+            while self._num_bytes > _KEPT_NUM_BYTES and len(self._kept) > 1:
+                self._num_bytes -= self._kept.popitem(last=False)[1].nbytes + _KEPT_RUN_NUM_BYTES
+            return made

@@ -197,7 +197,7 @@ def walked_lcg(n):
 
 @pytest.mark.parametrize(
     "bad",
-    [lambda n: np.arange(n), lambda n: affine(n, 40503), lambda n: affine(n, int(n * 0.6180339887) | 1), walked_lcg],
+    [np.arange, lambda n: affine(n, 40503), lambda n: affine(n, int(n * 0.6180339887) | 1), walked_lcg],
     ids=["identity", "affine", "golden-ratio", "walked-lcg"],
 )
 def test_bad_permutations_fail_the_stride_test(bad):
