@@ -135,18 +135,31 @@ class Format(Protocol):
         ...
 
 
+def is_shard_name(url: str) -> bool:
+    """Whether a name ends like that of a shard.
+
+    Example:
+        >>> is_shard_name("a.TAR.zst"), is_shard_name("s3://bucket/_SUCCESS")
+        (True, False)
+    """
+    return _suffix_of(url) is not None
+
+
 def format_of(url: str) -> Format:
     """Returns the format of a shard by its name's ending.
 
     Raises:
         ManifestError: If no format has that ending.
     """
+    suffix = _suffix_of(url)
+    if suffix is None:
+        expected = f"a name ending in {', '.join(sorted(_FORMATS))}"
+        raise ManifestError("no format is known for this shard", url=url, expected=expected)
+    module, attribute = _FORMATS[suffix].split(":")
+    made: Format = getattr(import_module(module), attribute)()
+    return made
+
+
+def _suffix_of(url: str) -> str | None:
     name = url.split("?", 1)[0].lower() if "://" in url else url.lower()
-    for suffix in sorted(_FORMATS, key=len, reverse=True):
-        if name.endswith(suffix):
-            module, attribute = _FORMATS[suffix].split(":")
-            made: Format = getattr(import_module(module), attribute)()
-            return made
-    raise ManifestError(
-        "no format is known for this shard", url=url, expected=f"a name ending in {', '.join(sorted(_FORMATS))}"
-    )
+    return next((suffix for suffix in sorted(_FORMATS, key=len, reverse=True) if name.endswith(suffix)), None)

@@ -1,0 +1,155 @@
+"""From what a user names to a list of shards: paths, folders, patterns, lists."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from braceexpand import braceexpand
+
+from shardstream import storage
+from shardstream.errors import ManifestError, shown_url
+from shardstream.formats import is_shard_name
+
+Shards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
+
+NUM_SHOWN = 10  # names that a message lists at most
+
+_GLOB = re.compile(r"[*?\[]")
+_SECRET = re.compile(  # user:password@, or a signed query
+    r"://[^/@\s]*:[^/@\s]*@|[?&][^=&]*(?:signature|sig|token|credential|password|secret)[^=&]*=", re.IGNORECASE
+)
+_MANIFEST_NAMES = (".manifest.parquet", "/manifest.parquet")
+
+
+def expand_shards(
+    shards: Shards,
+    storage_options: dict[str, Any] | None = None,
+    *,
+    keep_order: bool = False,
+    leave_out: Sequence[str] = (),
+) -> list[str]:
+    """Finds every shard that is meant.
+
+    An entry may be a path or fsspec URL; a folder (every shard below it); a glob pattern; a brace pattern
+    (``data-{000000..000099}.tar``, ``{train,val}/*.parquet``); several of these joined with ``::``; or ``@file``, a
+    text file with one entry a line. A path that exists is never read as a pattern. Folders and glob patterns find
+    what is named like a shard, manifests left out; a remote folder without a slash at its end is asked for first.
+
+    Args:
+        shards: One entry or several.
+        storage_options: Given to fsspec.
+        keep_order: Keep the order of the entries. Otherwise shards are sorted by full path.
+        leave_out: Locations that folders and patterns never find (the manifest that is to be written).
+
+    Returns:
+        Absolute locations, each once.
+
+    Raises:
+        ManifestError: If an entry finds nothing, a shard is named twice, or a URL carries credentials.
+        ReadError: If storage cannot be asked.
+    """
+    entries = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+    finder = _Finder(storage_options, frozenset(leave_out))
+    found = [shard for entry in entries for shard in finder.expand(os.fspath(entry))]
+    if finder.missing or not found:
+        missing = finder.missing or ["an empty list"]
+        hint = "check the spelling, the current folder, and the storage options"
+        raise ManifestError("no shards found", found=f"nothing at {some(missing)}", hint=hint)
+    _check_names(found)
+    return found if keep_order else sorted(found)
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns at most ten names as text, credentials removed, and how many there are besides."""
+    shown = ", ".join(shown_url(name) for name in names[:NUM_SHOWN])
+    return shown + (f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else "")
+
+
+@dataclass
+class _Finder:
+    storage_options: dict[str, Any] | None
+    leave_out: frozenset[str]
+    missing: list[str] = field(default_factory=list)
+
+    def expand(self, entry: str, *, in_file: bool = False) -> list[str]:
+        if storage.local_path(entry) is not None and (there := self._at(entry)) is not None:
+            return there
+        if entry.startswith("@") and not in_file:
+            with storage.open_source(entry[1:], self.storage_options) as file:
+                lines = file.read().decode().splitlines()
+            return [shard for line in lines if line.strip() for shard in self.expand(line.strip(), in_file=True)]
+        parts = _split(entry)
+        if len(parts) > 1:
+            return [shard for part in parts for shard in self.expand(part, in_file=in_file)]
+        if "{" in entry and (there := self._at(entry)) is not None:
+            return there
+        return [shard for name in _braces(entry) for shard in self._one(name)]
+
+    def _one(self, name: str) -> list[str]:
+        """A name without braces."""
+        is_pattern = _GLOB.search(name) is not None
+        if storage.local_path(name) is None and not is_pattern and is_shard_name(name):
+            return [name]  # a list of 10,000 URLs costs no requests here: indexing will see whether they are there
+        there = self._at(name)
+        if there is None and is_pattern:
+            there = self._shards(storage.list_matches(name, self.storage_options))
+        if not there:
+            self.missing.append(name)
+        return there or []
+
+    def _at(self, name: str) -> list[str] | None:
+        """What is at a name taken literally: a shard, the shards of a folder, or None."""
+        kind = "directory" if name.endswith("/") else storage.kind_of(name, self.storage_options)
+        if kind == "directory":
+            return self._shards(storage.list_files(name, self.storage_options)) or None
+        return None if kind is None else [storage.absolute(name)]
+
+    def _shards(self, names: Iterable[str]) -> list[str]:
+        """Of listed names those that are shards, sorted; of matching local folders what is below them."""
+        shards = []
+        for name in sorted(map(storage.absolute, names)):
+            if storage.local_path(name) is not None and storage.kind_of(name) == "directory":
+                shards += self._shards(storage.list_files(name))
+            elif is_shard_name(name) and not name.endswith(_MANIFEST_NAMES) and name not in self.leave_out:
+                shards.append(name)
+        return shards
+
+
+def _split(entry: str) -> list[str]:
+    """The parts of an ``a::b`` list; a chain of fsspec file systems stays whole."""
+    parts, chain = [], ""
+    for piece in entry.split("::"):
+        chain += piece
+        if storage.is_chain(f"{piece}::"):
+            chain += "::"
+        elif chain:
+            parts.append(chain)
+            chain = ""
+    return parts
+
+
+def _braces(entry: str) -> list[str]:
+    try:
+        return list(braceexpand(entry)) if "{" in entry else [entry]
+    except ValueError:  # braces that do not match are part of the name
+        return [entry]
+
+
+def _check_names(shards: Sequence[str]) -> None:
+    twice = [shard for shard, count in Counter(shards).items() if count > 1]
+    if twice:
+        raise ManifestError("shards are named more than once", found=some(twice), hint="name each once")
+    for shard in shards:
+        if storage.local_path(shard) is None and _SECRET.search(shard):
+            hint = "manifests hold no credentials: pass them as storage options, or set them in the environment"
+            raise ManifestError("the URL of a shard carries credentials", url=shard, hint=hint)
+        try:
+            shard.encode()
+        except UnicodeEncodeError as error:
+            name = shard.encode("utf-8", "backslashreplace").decode()
+            raise ManifestError("the name of a shard is not UTF-8", url=name, hint="rename it") from error

@@ -1,0 +1,154 @@
+"""Looking at many shards: in this process, in processes of our own, or on any executor; results come in order."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+from shardstream import storage
+from shardstream.errors import ManifestError, ShardStreamError
+from shardstream.formats import IndexOptions, ShardIndex, format_of
+
+_FEW_SHARDS = 16
+_FEW_BYTES = 256 << 20
+_UNDER_WAY = 4  # results per worker that may wait for an earlier one
+
+
+@dataclass(frozen=True)
+class Look:
+    """What to find out about one shard.
+
+    Attributes:
+        url: Its absolute location.
+        options: What indexing looks at.
+        storage_options: Given to fsspec.
+        known_tag: Version tag of the shard as it was indexed before; if it still has it, it is not read.
+    """
+
+    url: str
+    options: IndexOptions
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    known_tag: str | None = None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a shard cannot be used."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Unchanged:
+    """The shard has the tag that was known."""
+
+
+Finding = ShardIndex | Fault | Unchanged
+
+
+def look(task: Look) -> Finding:
+    """Looks at one shard. Never raises for what is wrong with it, so that all get looked at."""
+    try:
+        if task.known_tag is not None and storage.stat(task.url, task.storage_options).version_tag == task.known_tag:
+            return Unchanged()
+        return format_of(task.url).index_shard(task.url, task.options, task.storage_options)
+    except ShardStreamError as error:
+        return Fault(str(error))
+    except Exception as error:  # noqa: BLE001 - a reader tripped over this shard: it is named like any bad one
+        return Fault(
+            str(ManifestError("the shard cannot be read", url=task.url, found=f"{type(error).__name__}: {error}"))
+        )
+
+
+def look_at_all(tasks: Sequence[Look], num_workers: int | None, executor: Executor | None) -> Iterator[Finding]:
+    """Yields what is found, in the order of the tasks; about four results per worker are held.
+
+    Args:
+        tasks: One per shard.
+        num_workers: Processes; 0 looks in this process; None decides by the number and size of shards.
+        executor: Used instead, if given; it is left running.
+
+    Raises:
+        ManifestError: If a worker process dies.
+    """
+    num_workers = default_num_workers([task.url for task in tasks]) if num_workers is None else num_workers
+    if executor is not None:
+        yield from _in_order(executor.submit, tasks, 16 * _UNDER_WAY)
+    elif num_workers == 0:
+        yield from map(look, tasks)
+    else:
+        with _pool(min(num_workers, len(tasks))) as pool:
+            yield from _in_order(pool.submit, tasks, num_workers * _UNDER_WAY)
+
+
+def default_num_workers(urls: Sequence[str]) -> int:
+    """Returns as many processes as there are cores to use, or 0 where starting them would take longer than the work."""
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if num_cores == 1 or len(urls) == 1:
+        return 0
+    if len(urls) < _FEW_SHARDS:
+        paths = [storage.local_path(url) for url in urls]
+        with contextlib.suppress(OSError):
+            if all(path is not None for path in paths) and sum(os.stat(str(p)).st_size for p in paths) < _FEW_BYTES:  # noqa: PTH116
+                return 0
+    return min(num_cores, len(urls))
+
+
+def _in_order(submit: Callable[..., Future[Finding]], tasks: Sequence[Look], limit: int) -> Iterator[Finding]:
+    under_way: deque[Future[Finding]] = deque()
+    try:
+        for task in tasks:
+            with _interrupts_held():
+                under_way.append(submit(look, task))
+            if len(under_way) >= limit:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+    except BrokenExecutor as error:
+        hint = 'give it more memory or fewer workers; a script must call it under `if __name__ == "__main__":`'
+        raise ManifestError("a process that was indexing shards died", found=error, hint=hint) from error
+    finally:
+        for future in under_way:
+            future.cancel()
+
+
+@contextlib.contextmanager
+def _pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes started afresh (spawn): right whatever threads and connections this process has."""
+    ours = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _start_worker)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in set(multiprocessing.active_children()) - ours:
+            process.terminate()  # a shard may take minutes, and nobody waits for it any more
+        raise
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Processes started inside never see Ctrl-C: this one does, and ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _start_worker() -> None:
+    """Ends a worker whose parent was killed; by itself it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
