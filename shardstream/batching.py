@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from shardstream.errors import PlanError
 
 
@@ -38,42 +36,50 @@ def resolve_accumulate(
     if global_batch < 1:
         raise PlanError("global_batch must be at least 1", found=global_batch)
     step = world_size * batch_size * (accumulate or 1)
-    if (global_batch % step if accumulate is None else global_batch != step) == 0:
-        return global_batch // (world_size * batch_size)
-    product = f"{world_size} ranks x {batch_size} per micro-batch" + (
-        f" x accumulate {accumulate}" if accumulate else ""
-    )
+    if accumulate is None and global_batch % step == 0:
+        return global_batch // step
+    if global_batch == step:
+        return accumulate or 1
+    product = f"{world_size} ranks x {batch_size} per micro-batch"
     raise PlanError(
         f"a global batch of {global_batch} is not a multiple of {product} = {step}"
         if accumulate is None
-        else f"a global batch of {global_batch} is not {product} = {step}",
-        hint=_ways_out(global_batch, world_size, batch_size, step),
+        else f"a global batch of {global_batch} is not {product} x accumulate {accumulate} = {step}",
+        hint=_ways_out(global_batch, world_size, batch_size, accumulate),
     )
 
 
-def _ways_out(global_batch: int, world_size: int, batch_size: int, step: int) -> str:
-    near = sorted({max(1, global_batch // step) * step, -(-global_batch // step) * step})
-    ways = [f"a global batch of {_either(near)}"]
-    if global_batch % world_size == 0:
-        share = global_batch // world_size
-        fits = [size for size in range(1, share + 1) if share % size == 0]
-        ways.append(f"batch_size={_either(sorted(fits, key=lambda size: abs(size - batch_size))[:2])}")
+def _ways_out(global_batch: int, world_size: int, batch_size: int, accumulate: int | None) -> str:
+    """Names the nearest numbers that fit, one setting changed at a time."""
+    if accumulate is None:
+        step = world_size * batch_size
+        below = global_batch // step * step
+        ways = {"global_batch=": [number for number in (below, below + step) if number]}
+        ways["batch_size="] = _nearest_divisors(global_batch, batch_size, others=world_size)
+        ways["a world size of "] = _nearest_divisors(global_batch, world_size, others=batch_size)
     else:
-        ways.append(f"a world size of {_either(nearest_world_sizes(global_batch, world_size))}")
-    return "use " + ", or ".join(ways)
+        ways = {"global_batch=": [world_size * batch_size * accumulate]}
+        ways["accumulate="] = _exact(global_batch, world_size * batch_size)
+        ways["batch_size="] = _exact(global_batch, world_size * accumulate)
+        ways["a world size of "] = _exact(global_batch, batch_size * accumulate)
+    return "use " + ", or ".join(way + " or ".join(map(str, fits)) for way, fits in ways.items() if fits)
+
+
+def _exact(global_batch: int, others: int) -> list[int]:
+    return [global_batch // others] if global_batch % others == 0 else []
+
+
+def _nearest_divisors(global_batch: int, number: int, *, others: int) -> list[int]:
+    return [] if global_batch % others else nearest_world_sizes(global_batch // others, number)
 
 
 def nearest_world_sizes(global_batch: int, world_size: int) -> list[int]:
-    """Returns the nearest world sizes below and above that divide the global batch.
+    """Returns the nearest world sizes, at most one below and one above, that divide the global batch.
 
     Example:
         >>> nearest_world_sizes(512, 7)
         [4, 8]
     """
     below = next(p for p in range(min(world_size, global_batch), 0, -1) if global_batch % p == 0)
-    above = next((p for p in range(max(world_size, 1), global_batch + 1) if global_batch % p == 0), below)
+    above = next((p for p in range(world_size, global_batch + 1) if global_batch % p == 0), below)
     return sorted({below, above})
-
-
-def _either(numbers: Iterable[int]) -> str:
-    return " or ".join(map(str, sorted(numbers)))
