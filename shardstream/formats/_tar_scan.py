@@ -60,7 +60,7 @@ def scan_members(stream: ForwardFile, url: str, findings: Findings) -> Iterator[
     while True:
         try:
             with tarfile.TarFile(fileobj=stream, encoding="utf-8", errors="surrogateescape") as archive:  # type: ignore[arg-type]
-                while (info := archive.next()) is not None:
+                for info in archive:
                     archive.members = []  # type: ignore[attr-defined]  # or it keeps them all
                     has_end = False
                     yield from _members(info, url, findings)
@@ -79,7 +79,7 @@ def scan_members(stream: ForwardFile, url: str, findings: Findings) -> Iterator[
     if findings.num_ignored:
         findings.warnings.append(
             f"{findings.num_ignored} members are no samples (._*, .DS_Store, __*__, or no suffix), "
-            f"the first is {shown_name(findings.first_ignored)!r}"
+            f"the first is '{shown_name(findings.first_ignored)}'"
         )
 
 
@@ -104,7 +104,7 @@ def _members(info: tarfile.TarInfo, url: str, findings: Findings) -> Iterator[Me
         findings.num_ignored += 1
     elif info.issparse() or not info.isreg():
         kind = "a sparse file" if info.issparse() else "a link" if info.issym() or info.islnk() else "a device"
-        what = f"member {shown_name(name)!r} is {kind}, which holds no data"
+        what = f"member '{shown_name(name)}' is {kind}, which holds no data"
         raise ManifestError(what, url=url, hint="pack regular files (GNU tar: --dereference --hard-dereference)")
     else:
         yield Member(name, info.offset_data, info.size)
@@ -181,7 +181,7 @@ def group_members(members: Iterable[Member], url: str) -> MemberTable:
         if suffix in in_sample:
             _raise_twice(url, member.name, f"its sample has a {suffix!r} already")
         if not suffix.isprintable():
-            raise ManifestError(f"the suffix of member {shown_name(member.name)!r} is not text", url=url)
+            raise ManifestError(f"the suffix of member '{shown_name(member.name)}' is not text", url=url)
         in_sample.add(suffix)
         keys[key] = keys.get(key, 0) + 1
         fields.append(sys.intern(suffix))
@@ -199,4 +199,4 @@ def group_members(members: Iterable[Member], url: str) -> MemberTable:
 
 def _raise_twice(url: str, name: str, found: str) -> None:
     hint = "write each sample once, its members next to each other"
-    raise ManifestError(f"member {shown_name(name)!r} is one too many", url=url, found=found, hint=hint)
+    raise ManifestError(f"member '{shown_name(name)}' is one too many", url=url, found=found, hint=hint)

@@ -298,7 +298,7 @@ def _raise_missing(shard: Shard, samples: _Samples, row: int, name: str) -> None
     codes = samples.field_of_member[samples.first_member[row] : samples.first_member[row + 1]]
     names = list(samples.fields)
     raise DecodeError(
-        f"sample {key!r} has no field {name!r}",
+        f"sample '{key}' has no field {name!r}",
         url=shard.url,
         row=row,
         found=", ".join(names[code] for code in codes),

@@ -106,7 +106,7 @@ def read_all(manifest: Manifest, columns: Sequence[str] | None = None) -> list[R
 
 
 def num_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 class FormatTests:
@@ -125,7 +125,7 @@ class FormatTests:
         """Writes a shard and returns its rows as reading gives them."""
         raise NotImplementedError
 
-    @pytest.fixture()
+    @pytest.fixture
     def url(self, tmp_path: Path) -> str:
         return str(tmp_path / f"shard{self.suffix}")
 
@@ -140,7 +140,7 @@ class FormatTests:
         self.write_shard(Path(url), 300)
         manifest = self.manifest(url)
         assert manifest.num_samples == 300
-        assert manifest.num_bytes[0] == os.path.getsize(url)
+        assert manifest.num_bytes[0] == Path(url).stat().st_size
         assert (manifest.block_offset >= 0).all()
         assert (manifest.block_offset + manifest.block_num_bytes <= manifest.num_bytes[0]).all()
         assert (manifest.block_run_rows >= 1).all()
@@ -224,7 +224,7 @@ class FormatTests:
     def test_a_cut_shard_is_refused(self, url: str) -> None:
         self.write_shard(Path(url), 300)
         manifest = self.manifest(url)
-        os.truncate(url, os.path.getsize(url) * 2 // 3)
+        os.truncate(url, Path(url).stat().st_size * 2 // 3)
         with pytest.raises(ShardChangedError, match=r"shard\."):
             read_all(manifest)
 
@@ -240,7 +240,7 @@ class FormatTests:
     def test_a_missing_shard_is_a_read_error(self, url: str) -> None:
         self.write_shard(Path(url), 10)
         manifest = self.manifest(url)
-        os.unlink(url)
+        Path(url).unlink()
         with pytest.raises(ReadError, match=r"shard\."):
             read_all(manifest)
 
@@ -259,12 +259,6 @@ class FormatTests:
         assert read_all(manifest, self.projection) == read_all(local, self.projection)
         assert manifest.digests == local.digests
         assert manifest.block_rows.tolist() == local.block_rows.tolist()
-
-
-def write_tar_bytes(path: Path, data: bytes) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return path
 
 
 def counts_of(manifest: Manifest, shard: int, *names: str) -> Mapping[str, list[Any]]:
