@@ -104,12 +104,14 @@ class Deal:
         for name in ("world_size", "batch_size", "accumulate", "lanes"):
             if getattr(self, name) < 1:
                 raise PlanError(f"{name} must be at least 1", found=getattr(self, name))
+        if self.num_positions < 0:
+            raise PlanError("num_positions must not be negative", found=self.num_positions)
         if self.tail not in TAILS:
             raise PlanError("unknown tail", expected=" or ".join(TAILS), found=repr(self.tail))
         if self.tail in PARITY_TAILS and self.lanes > 1:
             hint = "use shuffle=False or 'torch', or tail='pad' or 'drop'"
             raise PlanError(f"tail={self.tail!r} is DistributedSampler's and has one lane", found=self.lanes, hint=hint)
-        if not 0 <= self.start <= max(self.num_positions, 0):
+        if not 0 <= self.start <= self.num_positions:
             raise PlanError("the start lies outside the epoch", expected=f"0..{self.num_positions}", found=self.start)
 
     # ------------------------------------------------------------------------------------------------ counts
@@ -178,6 +180,9 @@ class Deal:
         Args:
             window: Index of the window, counted from ``start``.
             rank: Data-parallel rank.
+
+        Raises:
+            PlanError: If there is no such rank.
         """
         if window < self.num_whole_windows:
             return _real(self.parts(rank, window, 1)[0])
@@ -186,7 +191,17 @@ class Deal:
         return Part(whole.positions[share], whole.is_padding[share])
 
     def parts(self, rank: int, first_window: int, num_windows: int) -> Int64Array:
-        """Returns what a rank reads of several whole windows at once: int64[num_windows, batch_size * accumulate]."""
+        """Returns what a rank reads of several whole windows at once: int64[num_windows, batch_size * accumulate].
+
+        Args:
+            rank: Data-parallel rank.
+            first_window: Index of the first of them, counted from ``start``.
+            num_windows: How many, all of them whole.
+
+        Raises:
+            PlanError: If there is no such rank.
+        """
+        self._check_rank(rank)
         share = self.batch_size * self.accumulate
         windows = np.arange(first_window, first_window + num_windows, dtype=np.int64)
         first: Int64Array = self.start + windows[:, None] * self.global_batch
@@ -198,7 +213,7 @@ class Deal:
             dealt: Int64Array = first + (lane - first) % self.lanes + turn * self.lanes
             return dealt
         rows = [self._dealt(_real(np.arange(f, f + self.global_batch))).positions for f in first[:, 0].tolist()]
-        return np.array(rows, np.int64).reshape(num_windows, -1)[:, rank * share : (rank + 1) * share]
+        return np.array(rows, np.int64).reshape(num_windows, self.global_batch)[:, rank * share : (rank + 1) * share]
 
     @cached_property
     def _tail(self) -> Part:
@@ -214,7 +229,13 @@ class Deal:
         by_lane = np.argsort(lane, kind="stable")
         return Part(window.positions[by_lane], window.is_padding[by_lane])
 
+    def _check_rank(self, rank: int) -> None:
+        """Another rank's rows, silently read twice, would be the alternative."""
+        if not 0 <= rank < self.world_size:
+            raise PlanError("no such rank", expected=f"0..{self.world_size - 1}", found=rank)
+
     def _share(self, num_rows: int, rank: int) -> slice:
+        self._check_rank(rank)
         if self.lanes == 1:
             return slice(rank, None, self.world_size)
         share, more = divmod(num_rows, self.world_size)
