@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardstream.columns import Column, Dense, Rows, Slices
+from shardstream.columns import Column, Dense, Rows, Slices, python_values
 from shardstream.errors import DecodeError, PlanError
 from shardstream.torch.batch import Ragged
 
@@ -52,7 +52,7 @@ def _column_to_torch(name: str, column: Column) -> TorchColumn:
         values, offsets = _packed(column)
         nulls = None if column.nulls is None else torch.from_numpy(np.array(column.nulls))
         return Ragged(_tensor(values), torch.from_numpy(offsets), nulls)
-    return _column_to_list(name, column)
+    return python_values(name, column)
 
 
 def rows_to_samples(rows: Rows) -> list[dict[str, Any]]:
@@ -69,34 +69,8 @@ def rows_to_samples(rows: Rows) -> list[dict[str, Any]]:
         [{'label': 3}, {'label': 4}]
     """
     names = list(rows.columns)
-    lists = [_column_to_list(name, rows.columns[name]) for name in names]
+    lists = [python_values(name, rows.columns[name]) for name in names]
     return [{name: values[row] for name, values in zip(names, lists, strict=True)} for row in range(rows.num_rows)]
-
-
-def _column_to_list(name: str, column: Column) -> list[Any]:
-    if isinstance(column, Slices):
-        values, nulls = _slices_to_list(name, column), column.nulls
-    elif isinstance(column, Dense):
-        values, nulls = column.values.tolist() if column.values.ndim == 1 else list(column.values), column.nulls
-    else:
-        return list(column.values)
-    if nulls is None:
-        return values
-    return [None if is_null else value for value, is_null in zip(values, nulls.tolist(), strict=True)]
-
-
-def _slices_to_list(name: str, column: Slices) -> list[Any]:
-    bounds = zip(column.starts.tolist(), (column.starts + column.lengths).tolist(), strict=True)
-    if column.kind == "list":
-        return [column.values[start:stop] for start, stop in bounds]
-    memory = np.ascontiguousarray(column.values).data
-    if column.kind == "bytes":
-        return [bytes(memory[start:stop]) for start, stop in bounds]
-    try:
-        return [str(memory[start:stop], "utf-8") for start, stop in bounds]
-    except UnicodeDecodeError as error:
-        hint = "store it as binary, or leave it out with columns="
-        raise DecodeError(f"column {name!r} holds text that is not UTF-8", found=error.reason, hint=hint) from error
 
 
 def _packed(column: Slices) -> tuple[Numbers, npt.NDArray[np.int64]]:
@@ -325,10 +299,10 @@ class PadTokens:
                 hint="labels need one entry per token",
             )
         labels = targets.to(dtype=torch.int64).padded(self.ignore_index, width, self.side)
-        if self.shift:
-            following = labels.new_full(labels.shape, self.ignore_index)
-            following[:, :-1] = torch.where(filled[:, :-1], labels[:, 1:], self.ignore_index)
-            labels = following
+        # A target needs a token before it; left-padded, the first token of a row stands behind padding.
+        following = torch.where(filled[:, :-1], labels[:, 1:], self.ignore_index)
+        labels = torch.full_like(labels, self.ignore_index) if self.shift else labels
+        (labels[:, :-1] if self.shift else labels[:, 1:])[:] = following
         kept = {name: column for name, column in columns.items() if name not in (self.column, self.labels)}
         input_ids = tokens.to(dtype=torch.int64).padded(self.pad_id, width, self.side)
         return {**kept, "input_ids": input_ids, "labels": labels}

@@ -41,7 +41,7 @@ class Decode:
                     f"field {field!r} of sample {sample.get('__key__')!r} cannot be decoded",
                     url=sample.get("__url__"),
                     found=f"{len(value)} bytes and {type(cause).__name__}: {cause}",
-                    hint="repair the sample, leave the field to be bytes with decode(only=...), or skip with on_error=",
+                    hint="repair it, keep it as bytes with decode(only=...), or see on_error= and unpickle=True",
                 ) from cause
         return decoded
 

@@ -193,11 +193,13 @@ def _from_mesh(mesh: DeviceMesh, dims: list[str], environ: Mapping[str, str]) ->
     for dim in dims:  # row-major, as a mesh numbers its ranks
         axis = names.index(dim)
         rank, world_size = rank * mesh.size(axis) + coordinate[axis], world_size * mesh.size(axis)
-    return Topology(rank, world_size, *_local(environ), source=f"device mesh {'*'.join(dims)}")
+    group = _from_group(dist.get_rank(), dist.get_world_size(), environ)
+    local = group.local_rank, group.local_world_size
+    return Topology(rank, world_size, *local, source=f"device mesh {'*'.join(dims)}")
 
 
 def _from_group(rank: int, world_size: int, environ: Mapping[str, str]) -> Topology:
-    group = Topology(rank, world_size, *_local(environ), source="process group")
+    group = Topology(rank, world_size, *_local(rank, world_size, environ), source="process group")
     for name, value in ((_TORCHRUN.rank, rank), (_TORCHRUN.world_size[0], world_size)):
         # Compared one by one: some frameworks set WORLD_SIZE alone and number the ranks themselves.
         if name in environ and number_of(environ, name) != value:
@@ -207,12 +209,14 @@ def _from_group(rank: int, world_size: int, environ: Mapping[str, str]) -> Topol
     return group
 
 
-def _local(environ: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """Local rank and local world size as far as a launcher tells them."""
+def _local(rank: int, world_size: int, environ: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """Local rank and local world size of a process of the group, as far as a launcher tells them."""
     if _TORCHRUN.local_rank in environ:
         return number_of(environ, _TORCHRUN.local_rank), _optional(environ, _TORCHRUN.local_world_size)
     launched = _read_cluster(environ)
-    return (None, None) if launched is None else (launched.local_rank, launched.local_world_size)
+    if launched is None or (launched.rank, launched.world_size) != (rank, world_size):
+        return None, None  # it launched the agents of these processes
+    return launched.local_rank, launched.local_world_size
 
 
 def _check_against(inner: Topology, outer: Topology | None, *, is_nested: bool) -> None:
