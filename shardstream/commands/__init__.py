@@ -1,0 +1,1 @@
+"""The commands of ``shardstream``, one file each; see ``cli.COMMANDS``."""
