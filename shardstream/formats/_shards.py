@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import zstandard
 
@@ -24,7 +22,6 @@ _T = TypeVar("_T")
 
 DAMAGE = (pa.ArrowException, OSError, EOFError, zlib.error, zstandard.ZstdError)  # what decoders raise on bad bytes
 
-LONG_BLOCK_NUM_BYTES = 64 << 20
 _MAX_REMEMBERED = 64  # shards a process keeps the tables of: about 1 MB each
 _checked: WeakKeyDictionary[Manifest, set[int]] = WeakKeyDictionary()
 _remembered: WeakKeyDictionary[Manifest, dict[int, Any]] = WeakKeyDictionary()
@@ -133,28 +130,3 @@ def naming_damage(url: str, block: int) -> Iterator[None]:
         what = f"the block cannot be decoded ({type(error).__name__}: {error})"
         hint = "compare the file with its source; `shardstream index` reads its layout again"
         raise DecodeError(what, url=url, block=block, hint=hint) from error
-
-
-def long_block_warnings(
-    decoded_num_bytes: npt.NDArray[np.int64], is_streamed: npt.NDArray[np.bool_], *, is_whole_shard: bool
-) -> list[str]:
-    """Returns warnings about blocks that cost much to enter in the middle.
-
-    Args:
-        decoded_num_bytes: int64[b], what is decoded to read each block.
-        is_streamed: bool[b], whether it has several runs.
-        is_whole_shard: Whether the shard is one block because its compression has no way in.
-
-    Example:
-        >>> long_block_warnings(np.array([100 << 20]), np.array([True]), is_whole_shard=True)
-        ['the shard cannot be entered in the middle: a resume decodes up to 100 MiB; `shardstream reshard` ...']
-    """
-    if not np.any(is_streamed):
-        return []
-    largest = f"a resume decodes up to {int(decoded_num_bytes[is_streamed].max()) / (1 << 20):.0f} MiB"
-    if is_whole_shard:
-        return [f"the shard cannot be entered in the middle: {largest}; `shardstream reshard` writes frames of 4 MiB"]
-    num_long = int(np.count_nonzero(is_streamed & (decoded_num_bytes > LONG_BLOCK_NUM_BYTES)))
-    if not num_long:
-        return []
-    return [f"{num_long} blocks are over 64 MiB: {largest}; `shardstream reshard` writes blocks of 4 MiB"]

@@ -22,7 +22,6 @@ class TarBlocks:
         offset: int64[b], where the block's bytes begin in the file.
         num_bytes: int64[b], how many bytes of the file it takes.
         data_offset: int64[b], where in the decoded stream decoding begins.
-        decoded_num_bytes: int64[b], how much is decoded to read all of it.
     """
 
     rows: npt.NDArray[np.int32]
@@ -30,7 +29,6 @@ class TarBlocks:
     offset: npt.NDArray[np.int64]
     num_bytes: npt.NDArray[np.int64]
     data_offset: npt.NDArray[np.int64]
-    decoded_num_bytes: npt.NDArray[np.int64]
 
 
 def cut_blocks(
@@ -79,7 +77,7 @@ def cut_blocks(
         num_bytes = frame_offset[frame_end] - offset
     sizes = sample_end - sample_start
     run_rows = [run_rows_of(int(n), int(size), run_num_bytes) for n, size in zip(rows, sizes, strict=True)]
-    return TarBlocks(rows, np.array(run_rows, np.int32), offset, num_bytes, data_offset, sample_end - data_offset)
+    return TarBlocks(rows, np.array(run_rows, np.int32), offset, num_bytes, data_offset)
 
 
 def _first_samples(

@@ -28,7 +28,6 @@ from shardstream.formats._footer import (
 from shardstream.formats._shards import (
     DAMAGE,
     check_unchanged,
-    long_block_warnings,
     naming_damage,
     remembered,
     run_bounds,
@@ -91,9 +90,6 @@ class ParquetFormat:
             columns=tuple(ColumnSchema(f.name, str(f.type), num_missing(metadata, f.name)) for f in schema),
             arrow_schema=schema.serialize().to_pybytes(),
             lists={"footer": footer, **counts},
-            warnings=tuple(
-                long_block_warnings(np.array(sizes, np.int64), block_rows > block_run_rows, is_whole_shard=False)
-            ),
         )
 
     def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:

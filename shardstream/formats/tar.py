@@ -21,7 +21,6 @@ from shardstream.formats._decompress import ForwardFile, Frame, ZstdStream, deco
 from shardstream.formats._shards import (
     DAMAGE,
     check_unchanged,
-    long_block_warnings,
     naming_damage,
     remembered,
     run_bounds,
@@ -32,6 +31,10 @@ from shardstream.formats._tar_scan import Findings, MemberTable, group_members, 
 from shardstream.manifest import ColumnSchema
 
 KEY_COLUMN = "__key__"
+NO_WAY_IN = (
+    "compressed in one piece: a start in the middle decodes the shard from its beginning; `shardstream reshard` writes "
+    "it as zstd frames of a few MiB"
+)
 _READ_NUM_BYTES = 1 << 20
 _LISTS = ("sample_keys", "sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")
 
@@ -66,11 +69,8 @@ class TarFormat:
         table, frames = _scan(url, format_name, info.num_bytes, storage_options, findings)
         starts, ends = _sample_spans(table.num_members, table.offsets, table.num_bytes)
         blocks = cut_blocks(starts, ends, frames, info.num_bytes, options.run_num_bytes)
-        if frames is not None:
-            is_whole = len(frames) <= 1
-            findings.warnings += long_block_warnings(
-                blocks.decoded_num_bytes, blocks.rows > blocks.run_rows, is_whole_shard=is_whole
-            )
+        if frames is not None and len(frames) <= 1 and np.any(blocks.rows > blocks.run_rows):
+            findings.warnings.append(NO_WAY_IN)
         num_samples = Counter(table.fields)
         return ShardIndex(
             format=format_name,

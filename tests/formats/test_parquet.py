@@ -293,12 +293,6 @@ def test_run_sizes_follow_the_decoded_size_not_the_encoded(tmp_path: Path) -> No
     assert manifest.block_run_rows[0] == 1 << 19
 
 
-def test_long_row_groups_are_warned_of(tmp_path: Path) -> None:
-    url = write(tmp_path / "a.parquet", {"x": np.zeros(10 << 20, np.int64)}, row_group_size=10 << 20)
-    index = ParquetFormat().index_shard(url, IndexOptions(), {})
-    assert "1 blocks are over 64 MiB" in index.warnings[0]
-
-
 def test_damage_inside_a_row_group_is_an_error_that_names_shard_and_block(tmp_path: Path) -> None:
     url = write(tmp_path / "a.parquet", {"x": [b"abc" * row for row in range(100)]}, compression="zstd")
     manifest = indexed(url)
