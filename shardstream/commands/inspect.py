@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 @click.option("--shards", "with_shards", is_flag=True, help="List every shard.")
 @storage_options
 @as_json
-def inspect(
-    manifest_path: str, storage_options: tuple[tuple[str, Any], ...], *, with_shards: bool, as_json: bool
-) -> None:
+def inspect(manifest_path: str, storage_options: dict[str, Any], *, with_shards: bool, as_json: bool) -> None:
     """Show what MANIFEST holds: totals, schema, shards, blocks and runs, and what makes it dear to read."""
     from shardstream.manifest import Manifest
 
@@ -133,8 +131,9 @@ def _tables(described: dict[str, Any]) -> list[Table]:
     facts = {**about, **totals, "formats": formats, **{name: str(value) for name, value in settings.items()}}
     spreads = {f"block: {name.replace('num_', '')}": spread for name, spread in described["blocks"].items()}
     spreads["shard: samples"] = described["samples_per_shard"]
-    missing = [
-        {**column, "num_missing": "unknown"} if column["num_missing"] < 0 else column for column in described["schema"]
+    columns = [
+        [column["name"], column["type"], "unknown" if column["num_missing"] < 0 else column["num_missing"]]
+        for column in described["schema"]
     ]
     tables = [
         _table("Manifest", ["", ""], list(facts.items())),
