@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from shardstream.errors import CursorError
@@ -12,13 +12,18 @@ from shardstream.permutation import ORDER_VERSION
 
 CURSOR_VERSION = 1
 
-_FREE = {
-    "epoch",
-    "position",
-    "grid_start",
-    "manifest",
-}  # what may differ between a cursor and the plan it is loaded into
+_FREE = {"epoch", "position", "grid_start", "manifest"}  # may differ between a cursor and the plan it is loaded into
 _BATCH = {"global_batch"}
+_WHOLE_NUMBERS = {  # and the least they may be
+    "seed": None,
+    "epoch": 0,
+    "position": 0,
+    "global_batch": 1,
+    "lanes": 1,
+    "grid_start": 0,
+    "order_version": 1,
+    "version": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Cursor:
         shuffle: True, False, ``"full"`` or ``"torch"``.
         lanes: Lanes of the order.
         tail: What happens to the last, partial window of an epoch.
-        grid_start: Position where windows of this size began in this epoch: 0, unless the global batch was changed.
+        grid_start: Position where windows of this size began in this epoch: 0, unless the global batch was changed or
+            the tail is ``"continue"``, whose windows reach over from the epoch before.
         packing: Settings of packed sequences, or None.
         world_size: Only for the tails ``"repeat"`` and ``"truncate"``, which are tied to it; else None.
         manifest: Where the manifest was, without credentials: to name shards that differ. Not compared.
@@ -58,7 +64,7 @@ class Cursor:
     lanes: int
     tail: str
     grid_start: int = 0
-    packing: Mapping[str, Any] | None = None
+    packing: Mapping[str, Any] | None = field(default=None, hash=False)
     world_size: int | None = None
     manifest: str | None = None
     order_version: int = ORDER_VERSION
@@ -100,7 +106,7 @@ class Cursor:
             hint = "use Cursor.from_torchdata(state), or save batch.cursor"
             raise CursorError("this is the state of a torchdata StatefulDataLoader worker, not a cursor", hint=hint)
         version = state.get("version")
-        if isinstance(version, int) and version > CURSOR_VERSION:
+        if isinstance(version, (int, float)) and version > CURSOR_VERSION:
             hint = "upgrade shardstream"
             raise CursorError("the cursor is of a newer version", expected=CURSOR_VERSION, found=version, hint=hint)
         names = {f.name for f in fields(cls)}
@@ -119,28 +125,48 @@ class Cursor:
     def from_torchdata(cls, state: Mapping[str, Any]) -> Cursor:
         """Extracts the cursor from the state of a torchdata ``StatefulDataLoader``.
 
-        Such a state holds one worker state each. Here it is turned into the position of all ranks, so that it can be
-        loaded at another world size, worker count or micro-batch: windows of which only a part was handed out are
+        Such a state holds one state a worker. Here they are turned into the position of all ranks, so that it can be
+        loaded at another world size, worker count or micro-batch: a window of which only a part was handed out is
         read again.
 
         Args:
-            state: What ``StatefulDataLoader.state_dict()`` returned.
+            state: What ``StatefulDataLoader.state_dict()`` returned, or anything that holds it. A worker's state has
+                ``origin`` (the cursor where its pass began), ``next_index`` (its own next micro-batch),
+                ``accumulate``, ``num_positions`` and, as far as it knows, ``num_micro_batches`` (of its rank, from
+                the origin to the end of the epoch).
 
         Returns:
-            The cursor of the last whole window that was handed out.
+            The cursor behind the last whole window that was handed out.
 
         Raises:
-            CursorError: If no worker state of ours is in it.
+            CursorError: If no worker state of ours is in it, or they do not belong together.
         """
-        workers = _worker_states(state)
+        workers = _holding(state, "origin", "next_index")
         if not workers:
             hint = "give what StatefulDataLoader.state_dict() returned for a StreamingDataset"
-            raise CursorError("no state of a StreamingDataset was found", found=sorted(map(str, state))[:20], hint=hint)
-        origin = cls.from_state_dict(workers[0]["origin"])
-        # A worker's next index is w, w + W, w + 2W ...; the smallest one is the first batch not handed out.
-        index = min(int(worker["next_index"]) for worker in workers)
-        windows = index // int(workers[0]["accumulate"])
-        return origin.advanced(windows, num_positions=int(workers[0]["num_positions"]))
+            raise CursorError(
+                "no state of a StreamingDataset was found", found=", ".join(map(str, dict(state)))[:200], hint=hint
+            )
+        origins = [cls.from_state_dict(worker["origin"]) for worker in workers]
+        origin = origins[0]
+        if any(other != origin for other in origins):
+            found = ", ".join(f"epoch {other.epoch} from position {other.position} on" for other in origins)
+            raise CursorError("the workers of a StatefulDataLoader are not in the same pass", found=found)
+        # A worker's next index is w, w + W, w + 2W ...; the smallest one is the first batch not handed out. The states
+        # may be older than the whole (snapshot_every_n_steps), which then counts the batches since.
+        index = min(_whole_number(worker, "next_index", 0) for worker in workers)
+        index += sum(
+            _whole_number(loader, "_steps_since_snapshot", 0) for loader in _holding(state, "_steps_since_snapshot")
+        )
+        num_positions = _whole_number(workers[0], "num_positions", 1)
+        num_windows = index // _whole_number(workers[0], "accumulate", 1)
+        if (
+            origin.tail != "continue"
+            and workers[0].get("num_micro_batches") is not None
+            and index >= _whole_number(workers[0], "num_micro_batches", 0)
+        ):  # the end of the epoch, whose last window may have fewer micro-batches than the others
+            num_windows = -(-(num_positions - origin.position) // origin.global_batch)
+        return origin.advanced(num_windows, num_positions=num_positions)
 
     def advanced(self, num_windows: int, *, num_positions: int) -> Cursor:
         """Returns the cursor after some more windows.
@@ -159,29 +185,25 @@ class Cursor:
         position = self.position + num_windows * self.global_batch
         if self.tail == "continue" and num_positions:
             epochs, position = divmod(position, num_positions)
-            grid_start = self.grid_start if not epochs else position % self.global_batch
-            return replace(self, epoch=self.epoch + epochs, position=position, grid_start=grid_start)
+            return replace(self, epoch=self.epoch + epochs, position=position, grid_start=position % self.global_batch)
         fewest = {"drop": self.global_batch, "truncate": self.world_size or 1}.get(self.tail, 1)
         if num_positions - position < fewest:
             return replace(self, epoch=self.epoch + 1, position=0, grid_start=0)
         return replace(self, position=position)
 
     def _check_types(self) -> None:
-        for name in ("seed", "epoch", "position", "global_batch", "lanes", "grid_start", "order_version", "version"):
-            number = getattr(self, name)
-            if not isinstance(number, int) or isinstance(number, bool) or (number < 0 and name != "seed"):
-                raise CursorError(f"a cursor's {name} must be a whole number", found=repr(number)[:80])
-        for name in ("fingerprint", "tail"):
-            if not isinstance(getattr(self, name), str):
-                raise CursorError(f"a cursor's {name} must be a text", found=repr(getattr(self, name))[:80])
+        state = self.__dict__
+        for name, least in _WHOLE_NUMBERS.items():
+            _whole_number(state, name, least)
+        if self.world_size is not None:
+            _whole_number(state, "world_size", 1)
+        for name in ("fingerprint", "tail", "manifest"):
+            if not isinstance(state[name], str) and not (name == "manifest" and self.manifest is None):
+                raise CursorError(f"a cursor's {name} must be a text", found=repr(state[name])[:80])
         if not isinstance(self.shuffle, (bool, str)):
             raise CursorError("a cursor's shuffle must be true, false or a text", found=repr(self.shuffle)[:80])
         if self.packing is not None and not isinstance(self.packing, Mapping):
             raise CursorError("a cursor's packing must be a mapping", found=repr(self.packing)[:80])
-        if self.global_batch < 1 or self.lanes < 1:
-            raise CursorError(
-                "a cursor's global_batch and lanes must be positive", found=(self.global_batch, self.lanes)
-            )
 
     def differences(self, plan: Cursor, *, allow_batch_change: bool = False) -> list[str]:
         """Lists what differs between this cursor and the one that a plan starts with, apart from the place itself.
@@ -199,10 +221,18 @@ class Cursor:
         return [f"{name}: {mine!r} in the cursor, {theirs!r} here" for name, mine, theirs in pairs if mine != theirs]
 
 
-def _worker_states(state: Any) -> list[Mapping[str, Any]]:
-    """Finds our worker states in a StatefulDataLoader's state, wherever its version keeps them; ordered by path."""
+def _whole_number(state: Mapping[str, Any], name: str, least: int | None) -> int:
+    number = state.get(name)
+    if not isinstance(number, int) or isinstance(number, bool) or (least is not None and number < least):
+        expected = "a whole number" if least is None else f"a whole number from {least} on"
+        raise CursorError(f"a cursor's {name} is wrong", expected=expected, found=repr(number)[:80])
+    return number
+
+
+def _holding(state: Any, *names: str) -> list[Mapping[str, Any]]:
+    """Finds the mappings that have all these names, wherever torchdata's version keeps them; ordered by path."""
     if not isinstance(state, Mapping):
         return []
-    if "origin" in state and "next_index" in state:
+    if all(name in state for name in names):
         return [state]
-    return [found for key in sorted(state, key=str) for found in _worker_states(state[key])]
+    return [found for key in sorted(state, key=str) for found in _holding(state[key], *names)]
