@@ -1,0 +1,241 @@
+"""Read amplification: how often blocks are opened, over all ranks and workers, for each block there is.
+
+A reader is a worker of a rank (or the rank's main process without workers). It opens a block for each visit (a stretch
+of a lane in one block) of which it reads a row, and keeps it open until its last one. So opens are the distinct pairs
+of visit and reader. Where lanes and global batch divide each other the pairs are counted by arithmetic, exactly;
+else by dealing everything, up to a size. Without blocks (``shuffle="full"``, ``"torch"``) nothing stays open from one
+micro-batch to the next, and the distinct blocks of each micro-batch are counted, in some windows where there are many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from shardstream.audit.visits import Visits
+from shardstream.deal import Deal
+from shardstream.permutation import Int64Array
+from shardstream.plan import Plan
+
+_MOST_POSITIONS = 1 << 22  # dealt one by one up to here
+_SLICE = 1 << 20
+_NUM_WINDOWS = 64
+
+
+@dataclass(frozen=True)
+class ReadCost:
+    """What reading an epoch costs.
+
+    Attributes:
+        num_blocks: Blocks of the manifest.
+        num_opens: How often they are opened over all ranks and workers; None where it is not known.
+        amplification: ``num_opens / num_blocks``; 1.0 is best.
+        how: How it was found.
+        open_runs: Most runs that a reader holds open at a time: one for each lane that it reads from.
+        open_num_bytes: Those runs' compressed bytes, were all as large as the largest; None where sizes are unknown.
+        advice: What would lower the amplification, each with its figures.
+    """
+
+    num_blocks: int
+    num_opens: float | None
+    amplification: float | None
+    how: str
+    open_runs: int | None
+    open_num_bytes: int | None
+    advice: tuple[str, ...] = ()
+
+
+def read_cost(plan: Plan, num_readers: int = 1, epoch: int = 0) -> ReadCost:
+    """Computes how often a whole epoch opens blocks.
+
+    Args:
+        plan: The plan.
+        num_readers: Workers of each rank; 1 for none.
+        epoch: Which epoch; with ``tail="continue"`` as if it began with a window.
+
+    Example:
+        >>> from shardstream.manifest import Manifest
+        >>> manifest = Manifest.synthetic(num_shards=9, blocks_per_shard=57, rows_per_block=128)
+        >>> cost = read_cost(Plan.make(manifest, batch_size=8, world_size=8, lanes=64))
+        >>> round(cost.amplification, 2), round(1 + (64 - 1) / manifest.num_blocks, 2)
+        (1.12, 1.12)
+    """
+    here = plan.epoch(epoch)
+    if isinstance(plan.shuffle, str):
+        num_opens, how = _opens_without_blocks(plan, epoch)
+        return _cost(plan, num_opens, how, open_runs=plan.batch_size)
+    visits, steady = Visits(here.order), _steady_readers(here.deal, num_readers)
+    if steady is not None:
+        num_opens = _opens_by_arithmetic(visits, here.deal, num_readers, steady)
+        return _cost(plan, num_opens, "exact, by arithmetic", open_runs=_most_lanes(here.deal, num_readers))
+    if plan.num_positions <= _MOST_POSITIONS:
+        pairs = _pairs(visits, here.deal, num_readers, 0, here.deal.num_whole_windows + 1)
+        return _cost(plan, len(pairs), "exact, by dealing every row", open_runs=_most_lanes(here.deal, num_readers))
+    how = f"unknown: neither of {plan.lanes} lanes and a global batch of {plan.global_batch} divides the other"
+    return _cost(plan, None, how, open_runs=None)
+
+
+def _cost(plan: Plan, num_opens: float | None, how: str, open_runs: int | None) -> ReadCost:
+    manifest = plan.manifest
+    amplification = None if num_opens is None else num_opens / manifest.num_blocks
+    runs = -(-manifest.block_rows // manifest.block_run_rows)
+    largest = int((manifest.block_num_bytes // runs).max(initial=0))
+    num_bytes = open_runs * largest if open_runs is not None and largest else None
+    opens = None if num_opens is None else float(num_opens)
+    return ReadCost(manifest.num_blocks, opens, amplification, how, open_runs, num_bytes)
+
+
+# ----------------------------------------------------------------------------------------------------- row by row
+
+
+def _readers(deal: Deal, num_readers: int, begin: int, end: int) -> tuple[Int64Array, Int64Array]:
+    """Deals windows ``begin`` .. ``end - 1``: each row's position, and its reader ``rank * num_readers + worker``."""
+    positions, readers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    num_whole = min(end, deal.num_whole_windows) - begin
+    for rank in range(deal.world_size):
+        if num_whole > 0:
+            parts = deal.parts(rank, begin, num_whole)
+            window, place = np.arange(begin, begin + num_whole), np.arange(parts.shape[1])
+            batches = window[:, None] * deal.accumulate + place // deal.batch_size
+            positions.append(parts.ravel())
+            readers.append(rank * num_readers + batches.ravel() % num_readers)
+        if end > deal.num_whole_windows:
+            part = deal.part(deal.num_whole_windows, rank).positions
+            batch = deal.num_whole_windows * deal.accumulate + np.arange(len(part)) // deal.batch_size
+            new = part >= deal.start + deal.num_whole_windows * deal.global_batch  # "repeat" reads the first ones again
+            positions.append(part[new])
+            readers.append((rank * num_readers + batch % num_readers)[new])
+    return np.concatenate(positions), np.concatenate(readers)
+
+
+def _pairs(visits: Visits, deal: Deal, num_readers: int, begin: int, end: int) -> Int64Array:
+    """Returns the distinct pairs of visit and reader in some windows, coded as one number each."""
+    positions, readers = _readers(deal, num_readers, begin, end)
+    here = positions < deal.num_positions  # what lies beyond is the next epoch's
+    return np.unique(visits.of_positions(positions[here]) * (deal.world_size * num_readers) + readers[here])
+
+
+# -------------------------------------------------------------------------------------------------- by arithmetic
+
+
+def _steady_readers(deal: Deal, num_readers: int) -> int | None:
+    """Returns after how many windows a lane meets the same readers again; None where no rule is known."""
+    every = num_readers // gcd(deal.accumulate, num_readers)
+    if deal.global_batch % deal.lanes == 0:
+        return every
+    if deal.lanes % deal.global_batch == 0:
+        windows = deal.lanes // deal.global_batch
+        return windows * (num_readers // gcd(windows * deal.accumulate, num_readers))
+    return None
+
+
+def _opens_by_arithmetic(visits: Visits, deal: Deal, num_readers: int, period: int) -> int:
+    """Counts the pairs in whole windows by rule, and those that only the last, partial window adds, row by row."""
+    num_whole = deal.num_whole_windows
+    num_turns = (num_whole * deal.global_batch - visits.lane + deal.lanes - 1) // deal.lanes  # in whole windows
+    begin = visits.first_turn
+    end = np.minimum(begin + visits.num_rows, num_turns)
+    inside = end > begin
+    lane, begin, end = visits.lane[inside], begin[inside], end[inside]
+    if deal.lanes == 1:
+        opens = _opens_of_stride(deal, num_readers, begin, end)
+    elif deal.lanes > deal.global_batch:
+        opens = np.minimum(end - begin, period * deal.global_batch // deal.lanes)
+    else:
+        opens = _opens_of_shares(deal, num_readers, period, (lane, begin, end))
+    # A visit of `period` windows has met all its readers: the windows before these add none.
+    before = _pairs(visits, deal, num_readers, max(0, num_whole - period), num_whole)
+    both = _pairs(visits, deal, num_readers, max(0, num_whole - period), num_whole + 1)
+    return int(opens.sum()) + len(both) - len(before)
+
+
+def _opens_of_stride(deal: Deal, num_readers: int, begin: Int64Array, end: Int64Array) -> Int64Array:
+    """One lane, dealt in turn: micro-batch q of all ranks is a stretch of it, read by their workers q % W."""
+    ranks, stretch = deal.world_size, deal.world_size * deal.batch_size
+    first, last = begin // stretch, (end - 1) // stretch
+    at_begin = np.minimum(ranks, np.minimum(end, (first + 1) * stretch) - begin)
+    at_end = np.minimum(ranks, end - last * stretch)
+    between = last - first - 1
+    # With exactly W - 1 between, first and last are of one worker: ranks from the end and from the beginning meet.
+    ends = np.where(between == num_readers - 1, np.minimum(ranks, at_begin + at_end), at_begin + at_end)
+    opens = np.where(between < 0, at_begin, between * ranks + ends)
+    return np.where(between >= num_readers, ranks * num_readers, opens)
+
+
+def _opens_of_shares(
+    deal: Deal, num_readers: int, period: int, stretches: tuple[Int64Array, Int64Array, Int64Array]
+) -> Int64Array:
+    """Lanes that divide the global batch: each has G/L consecutive places of a window, cut where micro-batches end."""
+    lane, begin, end = stretches
+    turns = deal.global_batch // deal.lanes
+    whole = end - begin >= (period + 1) * turns - 1  # holds `period` whole windows
+    opens = np.empty(len(lane), np.int64)
+    all_lanes = np.arange(deal.lanes)
+    of_lane = _distinct_readers(deal, num_readers, all_lanes, 0 * all_lanes, 0 * all_lanes + period * turns)
+    opens[whole] = of_lane[lane[whole]]
+    short = np.flatnonzero(~whole)
+    at_once = max(1, _SLICE // ((period + 1) * (turns // deal.batch_size + 2)))
+    for first in range(0, len(short), at_once):
+        these = short[first : first + at_once]
+        opens[these] = _distinct_readers(deal, num_readers, lane[these], begin[these], end[these])
+    return opens
+
+
+def _pieces(deal: Deal, lane: Int64Array, turn: Int64Array) -> Int64Array:
+    """Numbers the stretches of a lane's turns that one micro-batch reads."""
+    turns = deal.global_batch // deal.lanes
+    window, place = np.divmod(turn, turns)
+    first = lane * turns // deal.batch_size
+    per_window = ((lane + 1) * turns - 1) // deal.batch_size - first + 1
+    return window * per_window + (lane * turns + place) // deal.batch_size - first
+
+
+def _distinct_readers(deal: Deal, num_readers: int, lane: Int64Array, begin: Int64Array, end: Int64Array) -> Int64Array:
+    """Counts the readers of each stretch of turns: int64[num_stretches]."""
+    turns = deal.global_batch // deal.lanes
+    first_piece = _pieces(deal, lane, begin)
+    num_pieces = _pieces(deal, lane, end - 1) - first_piece + 1
+    stretch = np.repeat(np.arange(len(lane)), num_pieces)
+    piece = first_piece[stretch] + np.arange(len(stretch)) - (np.cumsum(num_pieces) - num_pieces)[stretch]
+    first_slot = lane * turns // deal.batch_size
+    per_window = ((lane + 1) * turns - 1) // deal.batch_size - first_slot + 1
+    window, place = np.divmod(piece, per_window[stretch])
+    rank, micro = np.divmod(first_slot[stretch] + place, deal.accumulate)
+    reader = rank * num_readers + (window * deal.accumulate + micro) % num_readers
+    num_all = deal.world_size * num_readers
+    pairs: Int64Array = np.unique(stretch * num_all + reader)
+    opens: Int64Array = np.bincount(pairs // num_all, minlength=len(lane))
+    return opens
+
+
+def _most_lanes(deal: Deal, num_readers: int) -> int:
+    """Returns from how many lanes a reader reads at most, looking at the windows after which readers recur."""
+    period = _steady_readers(deal, num_readers) or deal.lanes * num_readers
+    begin = min(_MOST_POSITIONS // deal.global_batch, period, deal.num_whole_windows)
+    positions, readers = _readers(deal, num_readers, 0, max(begin, 1))
+    pairs = np.unique(readers * deal.lanes + positions % deal.num_positions % deal.lanes)
+    return int(np.bincount(pairs // deal.lanes).max(initial=0))
+
+
+# ------------------------------------------------------------------------------------------------- without blocks
+
+
+def _opens_without_blocks(plan: Plan, epoch: int) -> tuple[float, str]:
+    """Counts the distinct blocks of each micro-batch."""
+    here = plan.epoch(epoch)
+    num_windows = here.deal.num_windows
+    windows = range(num_windows)
+    if plan.num_positions > _MOST_POSITIONS:
+        windows = range(0, num_windows, -(-num_windows // _NUM_WINDOWS))
+    num_opens = 0
+    for window in windows:
+        for rank in range(plan.world_size):
+            positions = here.deal.part(window, rank).positions
+            block = plan.locate(epoch, positions).block
+            batch = np.arange(len(positions)) // plan.batch_size
+            num_opens += len(np.unique(batch * plan.manifest.num_blocks + block))
+    if len(windows) == num_windows:
+        return num_opens, "exact, by dealing every row"
+    return num_opens * num_windows / len(windows), f"estimated from {len(windows)} of {num_windows} windows"
