@@ -4,9 +4,10 @@ Neither is a ``Mapping`` or a ``Sequence``. ``torch.utils.data`` rebuilds those 
 a plain ``DataLoader(batch_size=None)``, its pin-memory thread in some versions), and the cursor is lost with the rest.
 
 **When is a batch consumed?** A plain DataLoader prefetches, so a batch counts as consumed when the main process first
-touches its data. Batches that come from a worker are made by unpickling, which the dataset does not see; so each batch
-carries the number of its dataset (``origin_token``), and unpickling tells the dataset that waits under that number in
-*this* process (``ARRIVALS``). The dataset then sets ``batch._on_touch``.
+touches its data. Batches that come from a worker are made by unpickling, which the dataset does not see. So each batch
+carries the number of its dataset (``origin_token``), and when it comes out of a queue or pipe (``ForkingPickler``; not
+when it is copied or read from a file) it is shown to the dataset that waits under that number in *this* process
+(``ARRIVALS``), which then sets ``batch._on_touch``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -174,7 +176,7 @@ class Receiver(Protocol):
     """Who wants to know of batches that reach this process."""
 
     def arrived(self, batch: Batch) -> None:
-        """Is called with each batch of this origin as it is unpickled here; must not touch the batch's data."""
+        """Is called with each batch of this origin that comes from another process; must not touch the batch's data."""
 
 
 ARRIVALS: WeakValueDictionary[int, Receiver] = WeakValueDictionary()
@@ -346,15 +348,27 @@ class Batch:
             touch()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._touch()  # whoever copies, stores or sends a batch has read it
         return {name: getattr(self, name) for name in self.__slots__ if name != "_on_touch"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._on_touch = None
         for name, value in state.items():
             setattr(self, name, value)
-        self._on_touch = None
-        receiver = None if self.origin_token is None else ARRIVALS.get(self.origin_token)
-        if receiver is not None:
-            receiver.arrived(self)
+
+
+def _receive(state: dict[str, Any]) -> Batch:
+    batch = Batch.__new__(Batch)
+    batch.__setstate__(state)
+    receiver = None if batch.origin_token is None else ARRIVALS.get(batch.origin_token)
+    if receiver is not None:
+        receiver.arrived(batch)
+    return batch
+
+
+# Registered for the pickler of queues and pipes alone: a copy of an old batch, or one read from a file, must not count
+# as consumed now.
+ForkingPickler.register(Batch, lambda batch: (_receive, (batch.__getstate__(),)))
 
 
 def _each(value: Any, function: Callable[[Any], Any]) -> Any:

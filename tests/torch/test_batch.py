@@ -184,6 +184,8 @@ TOUCHES = {
     "to": lambda batch: batch.to("cpu"),
     "sample_ids": lambda batch: batch.sample_ids,
     "cursor": lambda batch: batch.cursor,
+    "pickle": pickle.dumps,
+    "deepcopy": copy.deepcopy,
 }
 NO_TOUCHES = {
     "len": len,
@@ -191,7 +193,6 @@ NO_TOUCHES = {
     "in": lambda batch: "x" in batch,
     "place": lambda batch: (batch.position, batch.window_index, batch.micro_index, batch.is_last_in_window),
     "counts": lambda batch: (batch.valid_tokens, batch.is_padding),
-    "pickle": pickle.dumps,
 }
 
 
@@ -266,11 +267,26 @@ def test_without_workers_nothing_is_pickled_and_nothing_lost():
         assert_same(batch, make_batch(2 * index))
 
 
+def between_processes(batch):
+    return pickle.loads(bytes(ForkingPickler.dumps(batch)))
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda batch: pickle.loads(pickle.dumps(batch))])
+def test_only_batches_from_another_process_arrive(again):
+    """A stored or copied batch of an earlier epoch, looked at later, must not move the dataset back there."""
+    inbox = Inbox()
+    batch = between_processes(make_batch(token=register_receiver(inbox)))
+    assert inbox.positions == [0]
+    again(batch)["x"]
+    again(batch)["x"]
+    assert inbox.positions == inbox.touched == [0]
+
+
 def test_a_receiver_that_is_gone_is_not_called():
     inbox = Inbox()
     token = register_receiver(inbox)
     assert ARRIVALS[token] is inbox
-    stored = pickle.dumps(make_batch(token=token))
+    stored = bytes(ForkingPickler.dumps(make_batch(token=token)))
     del inbox
     gc.collect()
     assert token not in ARRIVALS
