@@ -15,6 +15,7 @@ from shardstream.errors import ManifestError
 _FIRST_TAIL_NUM_BYTES = 1 << 18  # one request for nearly every footer
 _MARK = b"PAR1"
 _ENCRYPTED_MARK = b"PARE"
+_SIGNATURE_NUM_BYTES = 28  # follows the metadata of a footer that is readable in a file with encrypted columns
 _MIN_NUM_BYTES = 12  # mark, footer length, mark
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8, "BYTE_ARRAY": 4}
 
@@ -35,7 +36,7 @@ def read_footer(url: str, num_bytes: int, storage_options: Mapping[str, Any]) ->
         raise ManifestError("the shard is empty (0 bytes)", url=url, hint="write it again, or leave it out")
     tail = storage.read_tail(url, _FIRST_TAIL_NUM_BYTES, storage_options, file_num_bytes=num_bytes)
     if tail[-4:] == _ENCRYPTED_MARK:
-        raise ManifestError("the shard is encrypted", url=url, hint="write it without encryption")
+        raise _encrypted(url)
     if num_bytes < _MIN_NUM_BYTES or tail[-4:] != _MARK:
         _raise_no_footer(url, num_bytes, tail, storage_options)
     footer_num_bytes = int.from_bytes(tail[-8:-4], "little") + 8
@@ -65,12 +66,20 @@ def parse_footer(footer: bytes, url: str) -> pq.FileMetaData:
     """Parses the bytes that ``read_footer`` returned.
 
     Raises:
-        ManifestError: If they are damaged.
+        ManifestError: If they are damaged, or of a shard with encrypted columns.
     """
     try:
-        return pq.read_metadata(pa.BufferReader(footer))
+        metadata = pq.read_metadata(pa.BufferReader(footer))
     except (pa.ArrowException, OSError) as error:
         raise ManifestError("the footer is damaged", url=url, found=error, hint="fetch or write it again") from error
+    # To look at an encrypted column's metadata would abort the process: pyarrow does not catch its own exception.
+    if len(footer) - 8 - metadata.serialized_size == _SIGNATURE_NUM_BYTES:
+        raise _encrypted(url)
+    return metadata
+
+
+def _encrypted(url: str) -> ManifestError:
+    return ManifestError("the shard is encrypted", url=url, hint="write it without encryption")
 
 
 def row_group_span(group: pq.RowGroupMetaData, columns: Sequence[str] | None = None) -> tuple[int, int, int]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import base64
 import datetime as dt
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow.parquet import encryption
 
 from shardstream import storage
 from shardstream.errors import DecodeError, ManifestError
@@ -109,6 +111,34 @@ def test_files_that_are_not_parquet_are_refused_by_name(tmp_path: Path, name: st
     path = tmp_path / f"{name}.parquet"
     path.write_bytes(make(good))
     with pytest.raises(ManifestError, match=rf"{says}.*{name}\.parquet"):
+        indexed(path)
+
+
+class PlainKeys(encryption.KmsClient):  # type: ignore[misc]
+    """Keys that are not wrapped: enough to write an encrypted file."""
+
+    def __init__(self, _: encryption.KmsConnectionConfig) -> None:
+        super().__init__()
+
+    def wrap_key(self, key_bytes: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64encode(key_bytes)
+
+    def unwrap_key(self, wrapped_key: bytes, master_key_identifier: str) -> bytes:
+        return base64.b64decode(wrapped_key)
+
+
+@pytest.mark.parametrize("plaintext_footer", [True, False])
+def test_encrypted_files_are_refused_by_name(tmp_path: Path, *, plaintext_footer: bool) -> None:
+    path = tmp_path / "locked.parquet"
+    settings = encryption.EncryptionConfiguration(
+        footer_key="footer", column_keys={"columns": ["x"]}, plaintext_footer=plaintext_footer
+    )
+    factory = encryption.CryptoFactory(PlainKeys)
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), settings)
+    table = pa.table({"x": [1, 2], "y": [3, 4]})
+    with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+        writer.write_table(table)
+    with pytest.raises(ManifestError, match=r"encrypted.*locked\.parquet"):
         indexed(path)
 
 

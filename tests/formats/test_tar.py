@@ -4,57 +4,17 @@ import gzip
 import io
 import struct
 import tarfile
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import zstandard
 
-from shardstream.errors import DecodeError, ManifestError, ShardChangedError
-from shardstream.formats import IndexOptions, Shard, ShardIndex
+from shardstream.errors import DecodeError, ManifestError
+from shardstream.formats import Shard
 from shardstream.formats.tar import NO_WAY_IN, TarFormat
 from tests.formats.conformance import FormatTests, Row, indexed, python_rows, read_all
-
-Members = Iterable[tuple[str, bytes | None]]
-
-
-def tar_bytes(members: Members, kind: int = tarfile.USTAR_FORMAT, *, has_end: bool = True, **options: Any) -> bytes:
-    """A tar of these members (a folder where there is no data), 512-byte blocks and two of zeros."""
-    file = io.BytesIO()
-    with tarfile.TarFile(
-        fileobj=file, mode="w", format=kind, encoding="utf-8", errors="surrogateescape", **options
-    ) as archive:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.type = tarfile.DIRTYPE if data is None else tarfile.REGTYPE
-            info.size = len(data or b"")
-            if kind == tarfile.PAX_FORMAT:
-                info.pax_headers = {"comment": f"about {name[-8:]}"}
-            archive.addfile(info, io.BytesIO(data or b""))
-        end = archive.offset
-    return file.getvalue()[:end] + b"\0" * 1024 * has_end
-
-
-def payload(name: str, num_bytes: int) -> bytes:
-    return np.random.default_rng(list(name.encode())).bytes(num_bytes)
-
-
-def index_of(path: Path, data: bytes, **options: Any) -> ShardIndex:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return TarFormat().index_shard(str(path), IndexOptions(**options), {})
-
-
-def rows_in(path: Path, data: bytes) -> list[Row]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data)
-    return read_all(indexed(path))
-
-
-def row(key: str, *, fields: Sequence[str] = ("jpg", "txt"), **values: bytes) -> Row:
-    return {"__key__": key, **{name: values.get(name) for name in fields}}
+from tests.formats.tars import index_of, payload, row, rows_in, tar_bytes, three_samples
 
 
 def sample_members(num_samples: int, first: int = 0) -> tuple[list[tuple[str, bytes]], list[Row]]:
@@ -235,95 +195,6 @@ def test_a_suffix_that_is_not_text_is_refused(tmp_path: Path) -> None:
     name = b"1.j\xffg".decode("utf-8", "surrogateescape")
     with pytest.raises(ManifestError, match=r"1\.j\\xffg.*a\.tar"):
         index_of(tmp_path / "a.tar", tar_bytes([(name, b"x")]))
-
-
-# ------------------------------------------------------------------------------------------- bad archives
-
-
-def three_samples() -> tuple[bytes, int, list[Row]]:
-    """A tar of three samples, where the third's first header begins, and the samples."""
-    values = [{"jpg": payload(f"{n}", 1500 + n), "txt": b"t%d" % n} for n in range(3)]
-    members = [(f"{n:04d}.{name}", value) for n, fields in enumerate(values) for name, value in fields.items()]
-    two = tar_bytes(members[:4], has_end=False)
-    return tar_bytes(members), len(two), [row(f"{n:04d}", **fields) for n, fields in enumerate(values)]
-
-
-def test_a_tar_cut_in_a_member_is_refused(tmp_path: Path) -> None:  # C07
-    data, third, _ = three_samples()
-    for end in (third + 512 + 700, third + 100, third + 512 + 1510, 100):
-        with pytest.raises(ManifestError, match=r"cut.*cut_mid\.tar"):
-            index_of(tmp_path / "cut_mid.tar", data[:end])
-
-
-def test_a_tar_without_end_blocks_is_whole_and_warned_of(tmp_path: Path) -> None:  # C07, C09
-    data, third, rows = three_samples()
-    path = tmp_path / "cut_boundary.tar"
-    assert index_of(path, data[:third]).warnings == ("no end-of-archive blocks: was it cut between two members?",)
-    assert read_all(indexed(path)) == rows[:2]
-    assert index_of(path, data[: third + 2048]).warnings != ()
-
-
-@pytest.mark.parametrize("is_at_border", [True, False])
-def test_a_cut_tar_in_the_place_of_the_indexed_one_is_refused(tmp_path: Path, *, is_at_border: bool) -> None:  # C07
-    data, third, _ = three_samples()
-    path = tmp_path / "full.tar"
-    path.write_bytes(data)
-    manifest = indexed(path)
-    path.write_bytes(data[: third if is_at_border else third + 512 + 700])
-    with pytest.raises(ShardChangedError, match=r"full\.tar"):
-        read_all(manifest)
-
-
-def test_joined_tars_are_read_whole(tmp_path: Path) -> None:  # C09
-    data, _, rows = three_samples()
-    more = tar_bytes([("9.jpg", b"nine")])
-    for padding in (b"", b"\0" * 20480):
-        path = tmp_path / "concat.tar"
-        assert index_of(path, data + padding + more).warnings == ()
-        assert read_all(indexed(path)) == [*rows, row("9", jpg=b"nine")]
-
-
-def test_zero_padding_is_harmless(tmp_path: Path) -> None:  # C09
-    data, _, rows = three_samples()
-    for num_bytes in (20480, 20480 + 77):
-        assert rows_in(tmp_path / "zeropad.tar", data + b"\0" * num_bytes) == rows
-
-
-def test_garbage_is_refused_wherever_it_is(tmp_path: Path) -> None:  # C09
-    data, third, _ = three_samples()
-    garbage = (b"-- appended by a tool --\n" * 40)[:777]
-    for spoiled in (data + garbage, data[:third] + garbage, data + b"\0" * 5120 + garbage[:100], garbage):
-        with pytest.raises(ManifestError, match=r"something else follows.*garbage\.tar"):
-            index_of(tmp_path / "garbage.tar", spoiled)
-
-
-def test_a_corrupt_header_is_refused(tmp_path: Path) -> None:
-    data, third, _ = three_samples()
-    spoiled = bytearray(data)
-    spoiled[third + 150] ^= 0x55
-    with pytest.raises(ManifestError, match=rf"at byte {third} .*corrupt\.tar"):
-        index_of(tmp_path / "corrupt.tar", bytes(spoiled))
-
-
-def test_empty_tars(tmp_path: Path) -> None:  # C16
-    assert index_of(tmp_path / "empty.tar", b"\0" * 1024).block_rows.tolist() == []
-    assert index_of(tmp_path / "empty.tar", b"\0" * 10240).warnings == ()
-    for name in ("zero.tar", "zero.tar.gz", "zero.tar.zst"):
-        with pytest.raises(ManifestError, match=rf"0 bytes.*{name}"):
-            index_of(tmp_path / name, b"")
-
-
-def test_an_empty_member_is_a_value_and_a_missing_one_is_not(tmp_path: Path) -> None:  # C16
-    path = tmp_path / "hollow.tar"
-    jpg = [payload("a", 8), payload("b", 8)]
-    data = tar_bytes([("0001.jpg", jpg[0]), ("0001.txt", b""), ("0002.jpg", jpg[1])])
-    index = index_of(path, data)
-    assert [(column.name, column.num_missing) for column in index.columns] == [("jpg", 0), ("txt", 1)]
-    manifest = indexed(path)
-    assert read_all(manifest) == [row("0001", jpg=jpg[0], txt=b""), row("0002", jpg=jpg[1])]
-    assert read_all(manifest, ["jpg"]) == [{"jpg": jpg[0]}, {"jpg": jpg[1]}]
-    with pytest.raises(DecodeError, match=r"'0002' has no field 'txt' .*hollow\.tar, row 1"):
-        read_all(manifest, ["jpg", "txt"])
 
 
 # -------------------------------------------------------------------------------------------- compression
