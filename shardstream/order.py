@@ -172,7 +172,7 @@ class EpochOrder:
         if self.shuffle not in SHUFFLES or not isinstance(self.shuffle, (bool, str)):
             raise PlanError("unknown shuffle", expected="True, False, 'full' or 'torch'", found=repr(self.shuffle))
         if self.lanes < 1:
-            raise PlanError("the number of lanes must be positive", found=self.lanes)
+            raise PlanError("lanes must be at least 1", found=self.lanes)
         if self.lanes > 1 and isinstance(self.shuffle, str):
             hint = "leave lanes out, or use shuffle=True"
             raise PlanError(f"shuffle={self.shuffle!r} has one lane", expected=1, found=self.lanes, hint=hint)

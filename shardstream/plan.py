@@ -6,6 +6,7 @@ what one rank's worker reads, in order, with the cursor that is right once a bat
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
@@ -22,7 +23,7 @@ from shardstream.manifest import Manifest
 from shardstream.order import EpochOrder, Located, Shuffle, default_lanes
 from shardstream.permutation import Int64Array
 
-_WINDOWS_AT_ONCE = 4096  # positions of this many samples are dealt in one go
+_DEALT_AT_ONCE = 4096  # samples of a rank
 
 
 class PlannedBatch(NamedTuple):
@@ -96,6 +97,10 @@ class Plan:
             >>> plan.global_batch, plan.lanes, plan.epoch(0).deal.num_windows
             (6, 6, 4)
         """
+        try:
+            seed = operator.index(seed)
+        except TypeError:
+            raise PlanError("the seed must be a whole number", found=repr(seed)) from None
         accumulate = resolve_accumulate(
             world_size=world_size, batch_size=batch_size, global_batch=global_batch, accumulate=accumulate
         )
@@ -161,7 +166,16 @@ class Plan:
     # ------------------------------------------------------------------------------------------------ cursors
 
     def cursor(self, epoch: int = 0, position: int = 0, grid_start: int = 0) -> Cursor:
-        """Returns the cursor of a place in this plan."""
+        """Returns the cursor of a place in this plan.
+
+        Args:
+            epoch: The epoch.
+            position: Position in the epoch where the next window begins.
+            grid_start: Position where windows of this size began in this epoch; with ``tail="continue"``, whose
+                windows reach over from the epoch before, it follows from the position.
+        """
+        if self.tail == "continue":
+            grid_start = position % self.global_batch
         return Cursor(
             fingerprint=self.manifest.fingerprint,
             seed=self.seed,
@@ -196,22 +210,22 @@ class Plan:
                 listed, the shards by name where both manifests can be had.
         """
         plan = replace(self, lanes=cursor.lanes)
-        mine = plan.cursor(cursor.epoch, cursor.position, cursor.grid_start)
+        is_other_batch = cursor.global_batch != self.global_batch
+        grid_start = cursor.position if is_other_batch else cursor.grid_start
+        mine = plan.cursor(cursor.epoch, cursor.position, grid_start)
         if different := cursor.differences(mine, allow_batch_change=allow_batch_change):
             raise CursorError(
                 "the cursor does not belong to this run: " + "; ".join(different) + self._differing_shards(cursor),
                 hint=_way_out(different),
             )
-        if not 0 <= cursor.position < max(self.num_positions, 1):
-            raise CursorError(
-                "the cursor lies outside the epoch", expected=f"0..{self.num_positions - 1}", found=cursor.position
-            )
-        if cursor.global_batch != self.global_batch:
-            return plan, replace(mine, grid_start=cursor.position)
-        if self.tail != "continue" and (cursor.position - cursor.grid_start) % self.global_batch:
+        if not 0 <= cursor.position < self.num_positions:
+            expected = f"0..{self.num_positions - 1}"
+            raise CursorError("the cursor lies outside the epoch", expected=expected, found=cursor.position)
+        if (cursor.position - mine.grid_start) % self.global_batch:
             expected = f"{cursor.grid_start} + a multiple of {self.global_batch}"
             raise CursorError("the cursor is not at the start of a window", expected=expected, found=cursor.position)
-        return plan, mine
+        # A larger batch may leave no window in this epoch (tail="drop"): then the next one is where to go on.
+        return plan, mine.advanced(0, num_positions=self.num_positions) if is_other_batch else mine
 
     def _differing_shards(self, cursor: Cursor) -> str:
         if cursor.fingerprint == self.manifest.fingerprint:
@@ -241,28 +255,38 @@ class Plan:
             worker: Index of the DataLoader worker.
             num_workers: Number of workers (1 for none).
             first_index: Micro-batches of the rank before this index are skipped.
+
+        Raises:
+            PlanError: If there is no such rank or worker.
         """
+        if not 0 <= rank < self.world_size:
+            raise PlanError("no such rank", expected=f"0..{self.world_size - 1}", found=rank)
+        if not 0 <= worker < num_workers:
+            raise PlanError("no such worker", expected=f"0..{num_workers - 1}", found=worker)
+        return self._pass(rank, start, worker, num_workers, first_index)
+
+    def _pass(
+        self, rank: int, start: Cursor, worker: int, num_workers: int, first_index: int
+    ) -> Iterator[PlannedBatch]:
         epoch, position, index = start.epoch, start.position, 0
         while True:
             deal = self.epoch(epoch, position).deal
-            num_here = deal.num_micro_batches(rank)
-            wanted = range(
-                max(worker, first_index + (worker - first_index) % num_workers), index + num_here, num_workers
-            )
-            for batch in _dealt(deal, rank, wanted[max(0, -(-(index - wanted.start) // num_workers)) :], index):
-                window = batch.batch_index // self.accumulate
-                is_last = batch.batch_index == index + num_here - 1
+            end = index + deal.num_micro_batches(rank)
+            first = max(first_index, index)
+            wanted = range(first + (worker - first) % num_workers, end, num_workers)
+            for batch in _dealt(deal, rank, wanted, index):
+                window, is_last = batch.batch_index // self.accumulate, batch.batch_index == end - 1
                 yield batch._replace(epoch=epoch, window=window, is_last_in_epoch=is_last)
             if self.tail != "continue":
                 return
-            index += num_here
-            end = position + deal.num_windows * self.global_batch
-            epoch, position = epoch + end // self.num_positions, end % self.num_positions
+            index = end
+            more, position = divmod(position + deal.num_windows * self.global_batch, self.num_positions)
+            epoch += more
 
 
 def _dealt(deal: Deal, rank: int, wanted: range, first_index: int) -> Iterator[PlannedBatch]:
     """Yields the wanted micro-batches of one epoch; whole windows are dealt many at a time."""
-    share, at_once = deal.batch_size * deal.accumulate, max(1, _WINDOWS_AT_ONCE // (deal.batch_size * deal.accumulate))
+    share, at_once = deal.batch_size * deal.accumulate, max(1, _DEALT_AT_ONCE // (deal.batch_size * deal.accumulate))
     begin, end = 0, 0
     positions = np.empty((0, share), np.int64)
     real = np.zeros(deal.batch_size, np.bool_)

@@ -204,7 +204,7 @@ def test_positions_outside_the_epoch_are_refused(shuffle, position):
         ({"shuffle": "yes"}, "unknown shuffle: expected True, False, 'full' or 'torch', found 'yes'"),
         ({"shuffle": 1}, "unknown shuffle"),
         ({"shuffle": None}, "unknown shuffle"),
-        ({"lanes": 0}, "the number of lanes must be positive: found 0"),
+        ({"lanes": 0}, "lanes must be at least 1: found 0"),
         ({"lanes": 2, "shuffle": "full"}, "shuffle='full' has one lane: expected 1, found 2"),
         ({"lanes": 2, "shuffle": "torch"}, "shuffle='torch' has one lane"),
         ({"epoch": -1}, "the epoch must not be negative: found -1"),
