@@ -165,10 +165,7 @@ def test_the_mode_is_that_of_any_new_file(tmp_path):
 
 
 def test_writing_into_a_missing_folder_is_named(tmp_path):
-    with (
-        pytest.raises(ReadError, match=r"cannot write the file .*none/f"),
-        storage.write_atomic(str(tmp_path / "none/f")),
-    ):
+    with pytest.raises(ReadError, match="cannot write the file"), storage.write_atomic(str(tmp_path / "none/f")):
         pass
 
 

@@ -233,17 +233,17 @@ def _opened(url: str, storage_options: Options | None) -> tuple[pq.ParquetFile, 
         hint = "make one with `shardstream index` and pass its output"
         raise ManifestError("this is a Parquet file, but not a manifest", url=url, hint=hint)
     about: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):
-        about = json.loads(text)
+    with contextlib.suppress(ValueError, TypeError):
+        about = dict(json.loads(text))
     version = about.get("version")
     if not isinstance(version, int):
         raise _damaged(url, found=f"version {version!r}")
     if version > MANIFEST_VERSION:
+        what, expected = "the manifest was made by a newer shardstream", f"version {MANIFEST_VERSION} at most"
         hint = "install a newer shardstream, or index again with this one"
-        expected = f"version {MANIFEST_VERSION} at most"
-        raise ManifestError(
-            "the manifest was made by a newer shardstream", url=url, expected=expected, found=version, hint=hint
-        )
+        raise ManifestError(what, url=url, expected=expected, found=version, hint=hint)
+    if missing := [name for name in _ABOUT if name not in about]:
+        raise _damaged(url, expected=", ".join(_ABOUT), found=f"no {', '.join(missing)}")
     return file, about
 
 
