@@ -191,6 +191,7 @@ class Manifest:
             texts = [
                 f"{url} has moved from place {old[url][0]} to {new[url][0]}" for url in new if new[url] != old[url]
             ]
+        texts = texts or ["the same shards, some of them another number of times"]
         return texts[:at_most] + ([f"and {len(texts) - at_most} more"] if len(texts) > at_most else [])
 
     # ------------------------------------------------------------------------------------------------ making
@@ -261,12 +262,12 @@ class Manifest:
             The manifest. Its arrays of equal numbers take no memory.
 
         Raises:
-            ManifestError: If a number is negative or, for rows, not positive.
+            ManifestError: If a number is negative or, for rows, not in 1 .. 2^31 - 1.
         """
         rows_per_run = rows_per_block if run_rows is None else run_rows
-        if num_shards < 0 or blocks_per_shard < 0 or rows_per_block < 1 or rows_per_run < 1:
+        if num_shards < 0 or blocks_per_shard < 0 or not 1 <= rows_per_block < 1 << 31 or rows_per_run < 1:
             found = (num_shards, blocks_per_shard, rows_per_block, rows_per_run)
-            raise ManifestError("sizes of a synthetic manifest must be positive", found=found)
+            raise ManifestError("sizes of a synthetic manifest must be positive, rows below 2^31", found=found)
         num_blocks = num_shards * blocks_per_shard
         return cls(
             root="synthetic://",
@@ -285,7 +286,7 @@ class Manifest:
 
 def _shard_identity(manifest: Manifest, shard: int) -> tuple[object, ...]:
     blocks = slice(*manifest.shard_first_block[shard : shard + 2].tolist())
-    rows, run_rows = manifest.block_rows[blocks].tobytes(), manifest.block_run_rows[blocks].tobytes()
+    rows, run_rows = manifest.block_rows[blocks].tolist(), manifest.block_run_rows[blocks].tolist()
     return (manifest.formats[shard], manifest.digests[shard], rows, run_rows)
 
 

@@ -296,8 +296,8 @@ def test_few_samples_on_many_ranks(world_size):
         (
             {"global_batch": 16},
             (
-                "global_batch: 8 in the cursor, 16 here; keep the global batch (change accumulate with the world size), "
-                "or pass allow_batch_change=True; or start a new run without the cursor"
+                "global_batch: 8 in the cursor, 16 here; keep the global batch (change accumulate with the world "
+                "size), or pass allow_batch_change=True; or start a new run without the cursor"
             ),
         ),
         (
