@@ -120,7 +120,7 @@ def test_the_fingerprint_is_golden():
         {"block_rows": MANIFEST.block_rows.astype(np.int64)},
         {"block_rows": np.repeat(MANIFEST.block_rows, 2)[::2]},
     ],
-    ids=lambda change: "-".join(change),
+    ids="-".join,
 )
 def test_where_and_when_do_not_count(change):
     assert changed(**change).fingerprint == MANIFEST.fingerprint
