@@ -139,8 +139,12 @@ def is_shard_name(url: str) -> bool:
     """Whether a name ends like that of a shard.
 
     Example:
-        >>> is_shard_name("a.TAR.zst"), is_shard_name("s3://bucket/_SUCCESS")
-        (True, False)
+        >>> (
+        ...     is_shard_name("a.TAR.zst"),
+        ...     is_shard_name("zip://a.tar::s3://bucket/a.zip"),
+        ...     is_shard_name("s3://bucket/_SUCCESS"),
+        ... )
+        (True, True, False)
     """
     return _suffix_of(url) is not None
 
@@ -161,5 +165,6 @@ def format_of(url: str) -> Format:
 
 
 def _suffix_of(url: str) -> str | None:
-    name = url.split("?", 1)[0].lower() if "://" in url else url.lower()
+    place = next((part for part in url.split("::") if "://" in part), url)  # of a chain, what is in the archive
+    name = place.split("?", 1)[0].lower() if "://" in place else place.lower()
     return next((suffix for suffix in sorted(_FORMATS, key=len, reverse=True) if name.endswith(suffix)), None)
