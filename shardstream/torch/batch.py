@@ -156,11 +156,12 @@ class Place:
     Attributes:
         position: Global position at which the batch's window starts: what all ranks have consumed before it.
         cursor: What to save when the last batch trained on is this one.
-        window_index: Counts the windows of the epoch.
+        window_index: Counts the windows of the pass.
         micro_index: Counts this rank's micro-batches of the window.
         is_last_in_window: True for the window's last micro-batch, after which the optimizer steps.
         is_last_in_pass: True for the rank's last micro-batch of the pass.
-        pass_start: Epoch, position and start of the window grid where the pass began: where a broken one begins again.
+        pass_start: Epoch, position, start of the window grid and lanes where the pass began: where a broken one begins
+            again.
     """
 
     position: int
@@ -169,7 +170,7 @@ class Place:
     micro_index: int
     is_last_in_window: bool
     is_last_in_pass: bool = False
-    pass_start: tuple[int, int, int] = (0, 0, 0)
+    pass_start: tuple[int, int, int, int] = (0, 0, 0, 0)
 
 
 class Receiver(Protocol):
@@ -294,7 +295,7 @@ class Batch:
 
     @property
     def window_index(self) -> int:
-        """Index of the batch's window in the epoch."""
+        """Index of the batch's window in the pass (the epoch, unless it began at a cursor)."""
         return self.place.window_index
 
     @property

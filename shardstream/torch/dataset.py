@@ -1,32 +1,26 @@
-"""``StreamingDataset``: the micro-batches of one rank, as an ``IterableDataset``.
-
-Where a pass begins is a *place* (epoch, position, start of the window grid, lanes): four int64 words in shared memory,
-written by the main process only, read by workers when they begin to iterate. A plain DataLoader tells nobody how far
-its consumer came, so a batch counts as consumed when the main process first touches its data: the pass's last batch
-then moves the place to the next epoch, any other one to where the pass began. No lock is needed: while workers read
-the words, the main process waits for their first batch.
-"""
+"""``StreamingDataset``: the micro-batches of one rank, as an ``IterableDataset``."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError
-from shardstream.fetch import Fetched, Reading, ReadStats, fetch
+from shardstream.fetch import Reading, ReadStats
 from shardstream.manifest import Manifest
 from shardstream.order import Shuffle
 from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
-from shardstream.torch.batch import Batch, Place, register_receiver
+from shardstream.torch.batch import Batch, Place
+from shardstream.torch.passes import Pass, Source
+from shardstream.torch.start import SharedStart
 from shardstream.torch.topology import Topology, resolve_topology
 
 ManifestLike: TypeAlias = Manifest | str | os.PathLike[str]
@@ -105,19 +99,19 @@ class StreamingDataset(IterableDataset[Batch]):
             "lanes": lanes,
             "tail": tail,
         }
-        self._topology = topology
+        self._given_topology = self._topology = topology
         self._plan: Plan | None = None
-        self._place = _shared(torch.zeros(4, dtype=torch.int64))
+        self._start = SharedStart()
         self._loaded: Cursor | None = None
-        self._origin_token = register_receiver(self)
         if topology is not None:
             _ = self.plan  # settings that do not fit are refused here, not in a worker
 
-    # ------------------------------------------------------------------------------------------------ plan and place
+    # ------------------------------------------------------------------------------------------------ plan and start
 
     @property
     def topology(self) -> Topology:
         """Rank and world size; resolved once, in the main process."""
+        self._settle()
         if self._topology is None:
             self._topology = resolve_topology()
         return self._topology
@@ -125,9 +119,10 @@ class StreamingDataset(IterableDataset[Batch]):
     @property
     def plan(self) -> Plan:
         """The plan; its lanes are those of a loaded cursor, if there is one."""
+        world_size = self.topology.world_size
         if self._plan is None:
-            self._plan = Plan.make(self.manifest, world_size=self.topology.world_size, **self._options)
-        lanes = int(self._place[3])
+            self._plan = Plan.make(self.manifest, world_size=world_size, **self._options)
+        lanes = self._start.read()[3]
         if lanes and lanes != self._plan.lanes:
             self._plan = replace(self._plan, lanes=lanes)
         return self._plan
@@ -135,24 +130,49 @@ class StreamingDataset(IterableDataset[Batch]):
     @property
     def start(self) -> Cursor:
         """The cursor where the next pass begins."""
-        epoch, position, grid_start, _ = self._place.tolist()
-        return self.plan.cursor(epoch, position, grid_start)
+        return self.plan.cursor(*self._start.read()[:3])
 
-    def move_to(self, start: Cursor) -> None:
-        """Lets the next pass begin at a cursor of this plan. In the main process only."""
-        self._write_place(start.epoch, start.position, start.grid_start)
+    @property
+    def num_seeks(self) -> int:
+        """How often ``set_epoch`` or ``load_state_dict`` said where to go on."""
+        return self._start.num_seeks
 
-    def _write_place(self, epoch: int, position: int = 0, grid_start: int = 0) -> None:
-        self._place[:3] = torch.tensor([epoch, position, grid_start])
+    @contextmanager
+    def begin_at(self, start: Cursor) -> Iterator[None]:
+        """Lets the pass that is begun inside start at a cursor of this plan. In the main process only."""
+        with self._start.held():
+            self._start.write(start.epoch, start.position, start.grid_start)
+            yield
+
+    def consumed(self, place: Place) -> None:
+        """Counts a batch as consumed: its pass begins again, or the next epoch if it was the pass's last batch."""
+        self._start.consumed(place)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Lets the next pass be the epoch after ``epoch``."""
+        self._start.write(epoch + 1)
+
+    def _settle(self) -> None:
+        """Makes a dataset that was handed to another process (``mp.spawn``) that process's own.
+
+        DataLoader workers are not meant: they see what their main process sees.
+        """
+        if self._start.home_pid == os.getpid() or get_worker_info() is not None:
+            return
+        self._start = SharedStart(self._start.read())
+        if self._given_topology is None:  # what was found elsewhere is another process's rank
+            self._topology = self._plan = None
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the next pass be the given epoch, as training frameworks and ``DistributedSampler`` users call it.
 
-        The epoch of a loaded cursor keeps the cursor's position. Call it in the main process.
+        The epoch of a loaded cursor keeps the cursor's position. Call it in the main process, between passes.
 
         Raises:
             CursorError: If it goes back behind a loaded cursor, which would train on consumed data again.
+            PlanError: If the epoch is negative.
         """
+        self._settle()
         if self._loaded is not None:
             if epoch < self._loaded.epoch:
                 raise CursorError(
@@ -162,11 +182,14 @@ class StreamingDataset(IterableDataset[Batch]):
                     hint="start the loop at the cursor's epoch, or make a new dataset to begin again",
                 )
             if epoch == self._loaded.epoch:
-                self.move_to(self._loaded)
+                self._seek(self._loaded)
                 return
         if epoch < 0:
             raise PlanError("the epoch must not be negative", found=epoch)
-        self._write_place(epoch)
+        self._start.seek(epoch)
+
+    def _seek(self, cursor: Cursor) -> None:
+        self._start.seek(cursor.epoch, cursor.position, cursor.grid_start, cursor.lanes)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -185,30 +208,21 @@ class StreamingDataset(IterableDataset[Batch]):
         Raises:
             CursorError: If it belongs to another manifest, seed, order, batch or tail; it lists the differences.
         """
-        plan, cursor = self.plan.resume(Cursor.from_state_dict(state), allow_batch_change=allow_batch_change)
+        _, cursor = self.plan.resume(Cursor.from_state_dict(state), allow_batch_change=allow_batch_change)
         if get_worker_info() is not None:
             return  # a StatefulDataLoader restores its workers through their iterators
-        self._plan = plan
-        self._place[3] = plan.lanes
         self._loaded = cursor
-        self.move_to(cursor)
+        self._seek(cursor)
 
     def __getstate__(self) -> dict[str, Any]:
         _ = self.plan  # spawned workers see neither process group nor rank
         return self.__dict__.copy()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if not self._place.is_shared():  # type: ignore[no-untyped-call]  # a copy, not a worker's view: it goes its own way
-            self._place = _shared(self._place)
-            self._origin_token = register_receiver(self)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamingDataset:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
-        own = {"stats": ReadStats(), "_place": _shared(self._place), "_origin_token": register_receiver(copy)}
-        copy.__dict__.update(self.__dict__, **own)  # the rest are frozen values
-        return copy
+        copy.__dict__.update(self.__dict__, stats=ReadStats(), _start=SharedStart(self._start.read()))
+        return copy  # the rest are frozen values
 
     # ------------------------------------------------------------------------------------------------ iteration
 
@@ -233,151 +247,8 @@ class StreamingDataset(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
         worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return _Pass(self, worker, num_workers, is_main=info is None)
+        return Pass(self._source, worker, num_workers, is_main=info is None)
 
-    def arrived(self, batch: Batch) -> None:
-        """Is called by each of this dataset's batches that reaches the main process."""
-        batch._on_touch = lambda: self._consumed(batch.place)  # noqa: SLF001 - the hook is made for this
-        if batch.place.is_last_in_pass:
-            self._consumed(batch.place)  # a loop that touches nothing has seen the whole pass, too
-
-    def _consumed(self, place: Place) -> None:
-        epoch, position, grid_start = place.pass_start
-        if place.is_last_in_pass:
-            self._write_place(place.cursor.epoch if place.cursor.epoch > epoch else epoch + 1)
-        else:
-            self._write_place(epoch, position, grid_start)
-
-
-def _shared(place: Tensor) -> Tensor:
-    """Returns a copy in shared memory."""
-    copy: Tensor = place.clone().share_memory_()  # type: ignore[no-untyped-call]
-    return copy
-
-
-class _Pass(Iterator[Batch]):
-    """One pass of one worker. It begins at the first ``next``: what the main process wrote until then counts."""
-
-    def __init__(self, dataset: StreamingDataset, worker: int, num_workers: int, *, is_main: bool) -> None:
-        self._dataset, self._worker, self._num_workers, self._is_main = dataset, worker, num_workers, is_main
-        self._origin: Cursor | None = None
-        self._next_index = worker
-        self._batches: Generator[Batch, None, None] | None = None
-
-    def __next__(self) -> Batch:
-        if self._batches is None:
-            self._batches = self._read()
-        batch = next(self._batches)
-        self._next_index += self._num_workers
-        if self._is_main:
-            self._dataset.arrived(batch)
-        return batch
-
-    def close(self) -> None:
-        """Cancels reads that are under way and closes every file."""
-        if self._batches is not None:
-            self._batches.close()
-
-    def _begin(self) -> Cursor:
-        if self._origin is None:
-            self._origin = self._dataset.start
-        return self._origin
-
-    def _read(self) -> Generator[Batch, None, None]:
-        dataset, origin = self._dataset, self._begin()
-        plan = dataset.plan
-        planned = plan.micro_batches(
-            dataset.topology.rank,
-            origin,
-            worker=self._worker,
-            num_workers=self._num_workers,
-            first_index=self._next_index,
-        )
-        reading = dataset.reading
-        if not self._is_main and reading.num_threads is None:
-            reading = replace(reading, num_threads=1)  # workers are the parallelism there
-        make = _BatchMaker(dataset, plan, origin)
-        fetched = fetch(
-            plan,
-            planned,
-            columns=dataset.columns,
-            reading=reading,
-            stats=dataset.stats,
-            num_workers=self._num_workers,
-        )
-        try:
-            yield from map(make, fetched)
-        finally:
-            fetched.close()
-
-    # A StatefulDataLoader keeps one state a worker: filled before the first batch, exact for the same P, W and b.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns this worker's state: where the pass began, and the worker's own next micro-batch."""
-        plan = self._dataset.plan
-        return {
-            "origin": self._begin().state_dict(),
-            "num_workers": self._num_workers,
-            "next_index": self._next_index,
-            "batch_size": plan.batch_size,
-            "accumulate": plan.accumulate,
-            "world_size": plan.world_size,
-            "num_positions": plan.num_positions,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where a worker of the same rank, worker count and micro-batch was.
-
-        Raises:
-            CursorError: If any of these differs; it names the way out.
-        """
-        plan, origin = self._dataset.plan.resume(Cursor.from_state_dict(state["origin"]))
-        mine = {
-            "num_workers": self._num_workers,
-            "batch_size": plan.batch_size,
-            "accumulate": plan.accumulate,
-            "world_size": plan.world_size,
-        }
-        different = [
-            f"{name}: {state[name]} in the state, {mine[name]} here" for name in mine if state[name] != mine[name]
-        ]
-        if different:
-            raise CursorError(
-                "a StatefulDataLoader's state is exact for the same topology only: " + "; ".join(different),
-                hint="load Cursor.from_torchdata(state), or a batch.cursor, with dataset.load_state_dict instead",
-            )
-        self._dataset._plan = plan  # noqa: SLF001 - adopts the lanes of the state
-        self._origin, self._next_index, self._batches = origin, int(state["next_index"]), None
-
-
-class _BatchMaker:
-    """Turns fetched rows into batches."""
-
-    def __init__(self, dataset: StreamingDataset, plan: Plan, origin: Cursor) -> None:
-        self._plan, self._assembly, self._manifest = plan, dataset._assembly, dataset.manifest  # noqa: SLF001
-        self._pass_start = (origin.epoch, origin.position, origin.grid_start)
-        self._token = dataset._origin_token  # noqa: SLF001
-
-    def __call__(self, fetched: Fetched) -> Batch:
-        planned, plan = fetched.batch, self._plan
-        epoch, _, grid_start = self._pass_start
-        cursor = plan.cursor_after(
-            planned, grid_start if planned.epoch == epoch else planned.position % plan.global_batch
-        )
-        columns, valid_tokens = self._assembly.columns(fetched, self._manifest)
-        return Batch(
-            columns,
-            sample_ids=torch.from_numpy(fetched.sample_ids),
-            is_padding=torch.from_numpy(np.array(planned.is_padding)),
-            valid_tokens=valid_tokens,
-            place=Place(
-                position=planned.position,
-                cursor=cursor,
-                window_index=planned.window,
-                micro_index=planned.micro,
-                is_last_in_window=planned.is_last_in_window,
-                is_last_in_pass=planned.is_last_in_epoch and plan.tail != "continue",
-                pass_start=self._pass_start,
-            ),
-            origin_token=self._token,
-        )
+    def _source(self) -> Source:
+        plan = self.plan
+        return Source(plan, self.topology.rank, self._start, self._assembly, self.columns, self.reading, self.stats)

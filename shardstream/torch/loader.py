@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch.utils.data import DataLoader
 
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError
-from shardstream.torch.batch import Batch
+from shardstream.torch.batch import Batch, Place
 from shardstream.torch.dataset import StreamingDataset
 
 OnBreak: TypeAlias = Literal["restart", "continue", "next"]
@@ -50,9 +52,8 @@ class StreamingLoader(DataLoader[Batch]):
             raise PlanError("in_order=False would make the order depend on timing", hint="leave it out")
         super().__init__(dataset, batch_size=None, **options)
         self.on_break = on_break
-        self._last: Cursor | None = None  # of the last batch handed out
-        self._pass: _LoaderPass | None = None
-        self._last_break: tuple[int, int, int] | None = None
+        self._progress: _Progress | None = None
+        self._restarted: tuple[int, ...] | None = None  # the break after which a pass was begun again
 
     @property
     def streaming_dataset(self) -> StreamingDataset:
@@ -61,11 +62,15 @@ class StreamingLoader(DataLoader[Batch]):
         return self.dataset
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        self._settle_break()
-        start = self.streaming_dataset.start
-        self._last = None
-        self._pass = _LoaderPass(self, super().__iter__(), start)
-        return self._pass
+        dataset, left = self.streaming_dataset, self._left
+        start = self._next_start()
+        if self.on_break == "restart" and left is not None and left.is_broken:
+            self._refuse_second(left)
+        with dataset.begin_at(start):
+            batches = super().__iter__()
+        begun = _LoaderPass(self, batches, start, dataset.num_seeks)
+        self._progress = begun.progress
+        return begun
 
     def __len__(self) -> int:
         """Returns the micro-batches of this rank in the pass under way, or in the next one if none is.
@@ -73,8 +78,9 @@ class StreamingLoader(DataLoader[Batch]):
         Raises:
             TypeError: If the tail is ``"continue"``, which has no end.
         """
-        under_way = self._pass is not None and not self._pass.is_finished
-        start = self._pass.start if under_way and self._pass is not None else self.streaming_dataset.start
+        left = self._left
+        under_way = left is not None and left.is_alive() is not None and not left.is_finished
+        start = left.start if under_way and left is not None else self._next_start()
         return self.streaming_dataset.num_micro_batches(start)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +89,11 @@ class StreamingLoader(DataLoader[Batch]):
         Prefetched batches do not count. Code that holds batches back must save ``batch.cursor`` of the last batch it
         trained on instead.
         """
-        return (self._last or self.streaming_dataset.start).state_dict()
+        left = self._left
+        if left is None or left.has_ended or left.last is None:
+            return self.streaming_dataset.state_dict()
+        state: dict[str, Any] = left.last.cursor.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any] | Cursor, *, allow_batch_change: bool = False) -> None:
         """Lets the next pass begin at a cursor; see ``StreamingDataset.load_state_dict``.
@@ -91,65 +101,98 @@ class StreamingLoader(DataLoader[Batch]):
         Raises:
             CursorError: If it belongs to another manifest, seed, order, batch or tail.
         """
-        self._forget_pass()
         self.streaming_dataset.load_state_dict(state, allow_batch_change=allow_batch_change)
 
     def set_epoch(self, epoch: int) -> None:
         """Lets the next pass be the given epoch; see ``StreamingDataset.set_epoch``."""
-        self._forget_pass()
         self.streaming_dataset.set_epoch(epoch)
 
-    def _forget_pass(self) -> None:
-        self._pass = self._last = None
+    @property
+    def _left(self) -> _Progress | None:
+        """The last pass, unless somebody has said since where to go on (here, or at the dataset)."""
+        progress = self._progress
+        is_valid = progress is not None and progress.num_seeks == self.streaming_dataset.num_seeks
+        return progress if is_valid else None
 
-    def _settle_break(self) -> None:
-        """Decides where the next pass begins if the one before was left before its end."""
-        left = self._pass
-        if left is None or left.is_finished or self._last is None:
-            return
-        dataset, last, start = self.streaming_dataset, self._last, left.start
-        if self.on_break == "next":
-            dataset.move_to(dataset.plan.cursor(start.epoch + 1))
-        elif self.on_break == "continue":
-            dataset.move_to(last)
-        else:
-            if left.left_at is not None and self._last_break == left.left_at:
-                raise CursorError(
-                    f"the loop left epoch {start.epoch} at position {last.position} for the second time",
-                    hint="it would never see the rest: give on_break='continue' (go on there) or 'next' (next epoch)",
-                )
-            self._last_break = left.left_at
-            dataset.move_to(start)
+    def _next_start(self) -> Cursor:
+        """Where the next pass begins."""
+        dataset, left = self.streaming_dataset, self._left
+        if left is None or left.is_finished:
+            return dataset.start
+        if left.last is None or self.on_break == "restart":
+            return left.start
+        last: Cursor = left.last.cursor
+        if self.on_break == "continue":
+            return last
+        behind = last.epoch if last.position == 0 else last.epoch + 1
+        return dataset.plan.cursor(max(behind, left.start.epoch + 1))
 
-    def _handed_out(self, batch: Batch) -> None:
-        self._last = batch.place.cursor
+    def _refuse_second(self, left: _Progress) -> None:
+        """Notices a loop that breaks at the same place of the same epoch again: it would never see the rest."""
+        assert left.last is not None  # noqa: S101 - narrows the type
+        cursor: Cursor = left.last.cursor
+        broken_at = (left.num_seeks, left.start.epoch, cursor.epoch, left.last.position, left.last.micro_index)
+        if broken_at == self._restarted:
+            raise CursorError(
+                f"the loop left epoch {left.start.epoch} at position {cursor.position} for the second time",
+                hint="it would never see the rest: give on_break='continue' (go on there) or 'next' (next epoch)",
+            )
+        self._restarted = broken_at
 
-    def _finished(self, start: Cursor) -> None:
-        dataset = self.streaming_dataset
-        dataset.move_to(dataset.plan.cursor(start.epoch + 1))
-        self._last = None
+
+@dataclass
+class _Progress:
+    """How far a pass came.
+
+    Attributes:
+        start: Where it began.
+        num_seeks: The dataset's, then.
+        is_alive: Refers to the pass, if somebody still holds it.
+        last: Place of the last batch that was handed out.
+        is_finished: Whether everything was handed out.
+        has_ended: Whether the consumer was told that it is the end.
+    """
+
+    start: Cursor
+    num_seeks: int
+    is_alive: Callable[[], object]
+    last: Place | None = None
+    is_finished: bool = False
+    has_ended: bool = False
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether it was left on its way."""
+        return self.last is not None and not self.is_finished
 
 
 class _LoaderPass(Iterator[Batch]):
-    """One pass over a loader."""
+    """One pass over a loader. Handing a batch out counts as its consumption."""
 
-    def __init__(self, loader: StreamingLoader, batches: Any, start: Cursor) -> None:
-        self._loader, self._batches, self.start = loader, batches, start
-        self.is_finished = False
-        self.left_at: tuple[int, int, int] | None = None
+    def __init__(self, loader: StreamingLoader, batches: Iterator[Batch], start: Cursor, num_seeks: int) -> None:
+        self._loader, self._batches = loader, batches
+        self.progress = _Progress(start, num_seeks, weakref.ref(self))
 
     def __next__(self) -> Batch:
+        loader, progress = self._loader, self.progress
+        is_current = loader._left is progress  # noqa: SLF001 - the loader's own iterator
+        if loader.persistent_workers and loader._progress is not progress:  # noqa: SLF001
+            raise PlanError(
+                "this pass ended when the loader was iterated again: its workers are at work for the new pass",
+                hint="for two passes side by side use persistent_workers=False, or two loaders",
+            )
         try:
-            batch: Batch = next(self._batches)
+            batch = next(self._batches)
         except StopIteration:
-            if not self.is_finished and self._loader._pass is self:  # noqa: SLF001 - the loader's own iterator
-                self._loader._finished(self.start)  # noqa: SLF001
-            self.is_finished = True
+            if is_current and not progress.is_finished:  # this rank had no batch in it
+                loader.streaming_dataset.end_epoch(progress.start.epoch)
+            progress.is_finished = progress.has_ended = True
             raise
-        if self._loader._pass is self:  # noqa: SLF001
-            self._loader._handed_out(batch)  # noqa: SLF001
-        self.left_at = (batch.place.cursor.epoch, batch.position, batch.micro_index)
+        progress.last, progress.is_finished = batch.place, batch.place.is_last_in_pass
+        batch._on_touch = None  # noqa: SLF001 - the loader knows what it hands out, no touch need tell
+        if is_current:
+            loader.streaming_dataset.consumed(batch.place)
         return batch
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return self._loader.streaming_dataset.num_micro_batches(self.progress.start)

@@ -1,0 +1,199 @@
+"""One pass of one worker over a dataset: from the start that is valid when it begins to the end of the epoch."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardstream.cursor import Cursor
+from shardstream.errors import CursorError, TopologyError
+from shardstream.fetch import Fetched, Reading, ReadStats, fetch
+from shardstream.plan import Plan
+from shardstream.torch.assemble import Assembly
+from shardstream.torch.batch import Batch, Place
+from shardstream.torch.start import SharedStart
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What the passes of a rank read from.
+
+    Attributes:
+        plan: The plan, with the lanes that are valid now.
+        rank: Data-parallel rank.
+        start: Where passes begin.
+        assembly: What is done to rows.
+        columns: Columns to read; None for all.
+        reading: Threads, look-ahead, storage options.
+        stats: Is counted up.
+    """
+
+    plan: Plan
+    rank: int
+    start: SharedStart
+    assembly: Assembly
+    columns: tuple[str, ...] | None
+    reading: Reading
+    stats: ReadStats
+
+
+class _Begun(NamedTuple):
+    source: Source
+    plan: Plan
+    origin: Cursor
+
+
+class Pass(Iterator[Batch]):
+    """The micro-batches of one worker. It begins at the first ``next``: what the main process wrote until then counts.
+
+    Args:
+        source: Returns what is valid when the pass begins.
+        worker: Index of the worker.
+        num_workers: Number of workers; 1 if the main process reads by itself.
+        is_main: Whether this is the main process.
+    """
+
+    def __init__(self, source: Callable[[], Source], worker: int, num_workers: int, *, is_main: bool) -> None:
+        self._source, self._worker, self._num_workers, self._is_main = source, worker, num_workers, is_main
+        self._begun: _Begun | None = None
+        self._next_index = worker
+        self._batches: Generator[Batch, None, None] | None = None
+        self._error: Exception | None = None
+
+    def __next__(self) -> Batch:
+        if self._error is not None:
+            raise self._error  # a loop that swallowed it must not take what is missing for the end of the epoch
+        if self._batches is None:
+            self._batches = self._read()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._end()
+            raise
+        except Exception as error:
+            self._error = error
+            raise
+        self._next_index += self._num_workers
+        if self._is_main:
+            self._begin().source.start.arrived(batch)
+        return batch
+
+    def _end(self) -> None:
+        source, _, origin = self._begin()
+        if self._is_main and self._next_index == self._worker and origin.tail != "continue":
+            source.start.write(origin.epoch + 1)  # no batch of this pass will say so
+
+    def close(self) -> None:
+        """Cancels reads that are under way and closes every file."""
+        if self._batches is not None:
+            self._batches.close()
+
+    def _begin(self) -> _Begun:
+        if self._begun is None:
+            source = self._source()
+            if not self._is_main:
+                _check_home(source.start)
+            self._begun = _Begun(source, source.plan, source.plan.cursor(*source.start.read()[:3]))
+        return self._begun
+
+    def _read(self) -> Generator[Batch, None, None]:
+        source, plan, origin = self._begin()
+        planned = plan.micro_batches(
+            source.rank, origin, worker=self._worker, num_workers=self._num_workers, first_index=self._next_index
+        )
+        reading = source.reading
+        if not self._is_main and reading.num_threads is None:
+            reading = replace(reading, num_threads=1)  # workers are the parallelism there
+        make = _BatchMaker(plan, origin, source)
+        fetched = fetch(
+            plan, planned, columns=source.columns, reading=reading, stats=source.stats, num_workers=self._num_workers
+        )
+        try:
+            yield from map(make, fetched)
+        finally:
+            fetched.close()
+
+    # A StatefulDataLoader keeps one state a worker: filled before the first batch, exact for the same P, W and b.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns this worker's state: where the pass began, and the worker's own next micro-batch."""
+        _, plan, origin = self._begin()
+        return {
+            "origin": origin.state_dict(),
+            "num_workers": self._num_workers,
+            "next_index": self._next_index,
+            "batch_size": plan.batch_size,
+            "accumulate": plan.accumulate,
+            "world_size": plan.world_size,
+            "num_positions": plan.num_positions,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where a worker of the same rank, worker count and micro-batch was.
+
+        Raises:
+            CursorError: If any of these differs; it names the way out.
+        """
+        source = self._source()
+        plan, origin = source.plan.resume(Cursor.from_state_dict(state["origin"]))
+        mine = {
+            "num_workers": self._num_workers,
+            "batch_size": plan.batch_size,
+            "accumulate": plan.accumulate,
+            "world_size": plan.world_size,
+        }
+        different = [
+            f"{name}: {state[name]} in the state, {mine[name]} here" for name in mine if state[name] != mine[name]
+        ]
+        if different:
+            raise CursorError(
+                "a StatefulDataLoader's state is exact for the same topology only: " + "; ".join(different),
+                hint="load Cursor.from_torchdata(state), or a batch.cursor, with dataset.load_state_dict instead",
+            )
+        self._begun, self._next_index, self._batches = _Begun(source, plan, origin), int(state["next_index"]), None
+
+
+def _check_home(start: SharedStart) -> None:
+    """Refuses workers of a process that the dataset was not told of: its rank, or its epochs, would be another's."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != start.home_pid:
+        raise TopologyError(
+            "the dataset was made in one process and is read by the DataLoader workers of another",
+            expected=f"workers of process {start.home_pid}",
+            found=f"workers of process {parent.pid}",
+            hint="make the dataset in the process that trains, or call its set_epoch there first",
+        )
+
+
+class _BatchMaker:
+    """Turns fetched rows into batches."""
+
+    def __init__(self, plan: Plan, origin: Cursor, source: Source) -> None:
+        self._plan, self._assembly, self._token = plan, source.assembly, source.start.token
+        self._pass_start = (origin.epoch, origin.position, origin.grid_start, plan.lanes)
+
+    def __call__(self, fetched: Fetched) -> Batch:
+        planned, plan = fetched.batch, self._plan
+        cursor = plan.cursor_after(planned, self._pass_start[2])
+        columns, valid_tokens = self._assembly.columns(fetched, plan.manifest)
+        return Batch(
+            columns,
+            sample_ids=torch.from_numpy(fetched.sample_ids),
+            is_padding=torch.from_numpy(np.array(planned.is_padding)),
+            valid_tokens=valid_tokens,
+            place=Place(
+                position=planned.position,
+                cursor=cursor,
+                window_index=planned.window,
+                micro_index=planned.micro,
+                is_last_in_window=planned.is_last_in_window,
+                is_last_in_pass=planned.is_last_in_epoch and plan.tail != "continue",
+                pass_start=self._pass_start,
+            ),
+            origin_token=self._token,
+        )
