@@ -117,9 +117,11 @@ def decoded_num_bytes(group: pq.RowGroupMetaData) -> int:
     return sum(max(c.total_uncompressed_size, c.num_values * _WIDTHS.get(c.physical_type, 1)) for c in chunks)
 
 
-def num_missing(metadata: pq.FileMetaData, name: str) -> int:
-    """Returns how many rows of a flat column are null, by its statistics; -1 if they do not tell."""
-    places = [place for place in range(metadata.num_columns) if metadata.schema.column(place).path == name]
+def num_missing(metadata: pq.FileMetaData, field: pa.Field) -> int:
+    """Returns how many rows of a column are null, by its type and statistics; -1 if they do not tell."""
+    if pa.types.is_null(field.type):
+        return int(metadata.num_rows)
+    places = [place for place in range(metadata.num_columns) if metadata.schema.column(place).path == field.name]
     if not places:
         return -1  # nested: its leaves count other things than rows
     total = 0

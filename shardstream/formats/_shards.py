@@ -63,7 +63,8 @@ def check_unchanged(shard: Shard, digest_now: Callable[[], str]) -> None:
     """Compares a shard with what was indexed: once a process, on its first block.
 
     Size and version tag are compared first; where they differ, what indexing read is read again and its digest
-    decides, so that a copied or moved file is still the same shard.
+    decides, so that a copied or moved file is still the same shard. (Of Parquet that is a footer; a remote tar is read
+    whole, so after moving tars to an object store it pays to index them again.)
 
     Args:
         shard: The shard.

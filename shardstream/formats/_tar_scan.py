@@ -23,6 +23,7 @@ from shardstream.formats._decompress import ForwardFile
 
 _BLOCK = 512
 _IGNORED = re.compile(r"(?:^|/)(?:\._[^/]*|\.DS_Store|__[^/]*__(?:/.*)?)$")
+_RESERVED = re.compile(r"__.*__")
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<field>[^/]+)", re.DOTALL)
 
 
@@ -180,8 +181,9 @@ def group_members(members: Iterable[Member], url: str) -> MemberTable:
             current, in_sample = key, set()
         if suffix in in_sample:
             _raise_twice(url, member.name, f"its sample has a {suffix!r} already")
-        if not suffix.isprintable():
-            raise ManifestError(f"the suffix of member '{shown_name(member.name)}' is not text", url=url)
+        if not suffix.isprintable() or _RESERVED.fullmatch(suffix):
+            what = f"the suffix of member '{shown_name(member.name)}' cannot name a field"
+            raise ManifestError(what, url=url, expected="text that is not __…__, which the library's own columns are")
         in_sample.add(suffix)
         keys[key] = keys.get(key, 0) + 1
         fields.append(sys.intern(suffix))

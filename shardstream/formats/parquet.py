@@ -77,7 +77,11 @@ class ParquetFormat:
         ]
         block_rows = np.array([group.num_rows for group in groups], np.int32)
         block_run_rows = np.array(run_rows, np.int32)
-        counts = _count(url, metadata, schema, run_rows, options, storage_options) if _counted(options) else {}
+        counts = (
+            _count(url, info.num_bytes, metadata, schema, run_rows, options, storage_options)
+            if _counted(options)
+            else {}
+        )
         return ShardIndex(
             format="parquet",
             num_bytes=info.num_bytes,
@@ -87,7 +91,7 @@ class ParquetFormat:
             block_run_rows=block_run_rows,
             block_offset=np.array([start for start, _, _ in spans], np.int64),
             block_num_bytes=np.array([end - start for start, end, _ in spans], np.int64),
-            columns=tuple(ColumnSchema(f.name, str(f.type), num_missing(metadata, f.name)) for f in schema),
+            columns=tuple(ColumnSchema(f.name, str(f.type), num_missing(metadata, f)) for f in schema),
             arrow_schema=schema.serialize().to_pybytes(),
             lists={"footer": footer, **counts},
         )
@@ -243,6 +247,7 @@ def _check_counted(url: str, schema: pa.Schema, options: IndexOptions) -> list[s
 
 def _count(
     url: str,
+    num_bytes: int,
     metadata: pq.FileMetaData,
     schema: pa.Schema,
     run_rows: Sequence[int],
@@ -251,7 +256,6 @@ def _count(
 ) -> dict[str, Any]:
     """Token lengths and valid targets per sample, run by run."""
     names = _check_counted(url, schema, options)
-    num_bytes = storage.stat(url, storage_options).num_bytes
     lengths: list[Any] = []
     valid: dict[str, list[Any]] = {head: [] for head in options.targets}
     groups = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]

@@ -212,7 +212,10 @@ def _place(shard: Shard, block: int) -> int:
 
 
 def _mapped(path: str, start: int, end: int) -> npt.NDArray[np.uint8]:
-    """Bytes of a local file as a view of its mapping, which lives as long as the view; the file is closed at once."""
+    """Bytes of a local file as a view of its mapping, which lives as long as the view; the file is closed at once.
+
+    Open runs are file pages then, which the system can drop and read again: thousands of lanes take no memory.
+    """
     with pa.memory_map(path) as file:
         file.seek(start)
         values = np.frombuffer(file.read_buffer(end - start), np.uint8)

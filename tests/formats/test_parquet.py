@@ -240,8 +240,10 @@ def test_int96_instants_are_exact(tmp_path: Path) -> None:  # C25
 
 
 def test_null_rows_are_counted_from_statistics(tmp_path: Path) -> None:
-    url = write(tmp_path / "a.parquet", {"x": [1, None, None], "y": ["a", "b", "c"], "z": [[1], None, []]})
-    assert [column.num_missing for column in indexed(url).columns] == [2, 0, -1]
+    url = write(
+        tmp_path / "a.parquet", {"x": [1, None, None], "y": ["a", "b", "c"], "z": [[1], None, []], "n": pa.nulls(3)}
+    )
+    assert [column.num_missing for column in indexed(url).columns] == [2, 0, -1, 3]
 
 
 def test_names_with_dots_and_structs(tmp_path: Path) -> None:

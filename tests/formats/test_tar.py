@@ -191,10 +191,10 @@ def test_names_that_are_not_utf8_survive(tmp_path: Path) -> None:
         read_all(indexed(path), ["txt"])
 
 
-def test_a_suffix_that_is_not_text_is_refused(tmp_path: Path) -> None:
-    name = b"1.j\xffg".decode("utf-8", "surrogateescape")
-    with pytest.raises(ManifestError, match=r"1\.j\\xffg.*a\.tar"):
-        index_of(tmp_path / "a.tar", tar_bytes([(name, b"x")]))
+@pytest.mark.parametrize(("name", "shown"), [(b"1.j\xffg", r"1\.j\\xffg"), (b"1.__key__", "1.__key__")])
+def test_a_suffix_that_can_name_no_field_is_refused(tmp_path: Path, name: bytes, shown: str) -> None:
+    with pytest.raises(ManifestError, match=rf"'{shown}' cannot name a field .*a\.tar"):
+        index_of(tmp_path / "a.tar", tar_bytes([(name.decode("utf-8", "surrogateescape"), b"x")]))
 
 
 # -------------------------------------------------------------------------------------------- compression

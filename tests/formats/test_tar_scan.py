@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardstream.errors import DecodeError, ManifestError, ShardChangedError
 from tests.formats.conformance import indexed, read_all
@@ -66,6 +72,40 @@ def test_a_corrupt_header_is_refused(tmp_path: Path) -> None:
     spoiled[third + 150] ^= 0x55
     with pytest.raises(ManifestError, match=rf"at byte {third} .*corrupt\.tar"):
         index_of(tmp_path / "corrupt.tar", bytes(spoiled))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "pack"), [(".tar", bytes), (".tar.gz", gzip.compress), (".tar.zst", zstandard.compress)]
+)
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_tar_cut_anywhere_is_refused_or_warned_of(
+    suffix: str, pack: Callable[[bytes], bytes], data: st.DataObject
+) -> None:
+    archive, _, rows = three_samples()
+    packed = pack(archive)
+    kept = data.draw(st.integers(1, len(packed) - 1))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"cut{suffix}"
+        try:
+            index = index_of(path, packed[:kept])
+        except ManifestError as error:
+            assert "cut" in str(error)  # noqa: PT017
+            return
+        read = read_all(indexed(path))
+        assert suffix == ".tar"
+        assert (read == rows) or (read == rows[: len(read)] and index.warnings)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_header_damaged_anywhere_is_refused(data: st.DataObject) -> None:
+    archive, third, _ = three_samples()
+    spoiled = bytearray(archive)
+    header = data.draw(st.sampled_from([0, third]))
+    spoiled[header + data.draw(st.integers(0, 511))] ^= data.draw(st.sampled_from([0x01, 0x10, 0x55]))
+    with tempfile.TemporaryDirectory() as folder, pytest.raises(ManifestError, match=r"damaged.*spoiled\.tar"):
+        index_of(Path(folder) / "spoiled.tar", bytes(spoiled))
 
 
 def test_empty_tars(tmp_path: Path) -> None:  # C16
