@@ -1,0 +1,208 @@
+"""Denominators: how many targets the window has over all data-parallel ranks, known one window ahead.
+
+Each rank adds up what its own micro-batches hold, and one int64 vector per window is summed over the ranks. It is
+issued while the window before trains and travels on a group of the library's own, so it neither waits for a device nor
+has an order against the gradients' collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from shardstream.errors import DesyncError, TopologyError
+from shardstream.torch.batch import Batch
+from shardstream.torch.topology import Topology, resolve_topology
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+MAX_GLOO_RANKS = 256  # every rank of a gloo group opens a socket to every other one
+
+# The library's own groups, by the job's process group: a second pass over the data makes no second group.
+_GROUPS: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class WindowCounts:
+    """What a window holds, of one rank or of all.
+
+    Attributes:
+        targets: Head name → number of valid targets.
+        num_samples: Samples, padding rows left out.
+        num_micro_batches: Micro-batches.
+    """
+
+    targets: Mapping[str, int]
+    num_samples: int
+    num_micro_batches: int
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], heads: Sequence[str]) -> WindowCounts:
+        """Returns the counts of one rank's micro-batches. Does not touch their data.
+
+        Example:
+            >>> WindowCounts.of([], ["lm"])
+            WindowCounts(targets={'lm': 0}, num_samples=0, num_micro_batches=0)
+        """
+        targets = {head: sum(int(batch.valid_tokens[head].sum()) for batch in batches) for head in heads}
+        num_samples = sum(len(batch) - int(batch.is_padding.sum()) for batch in batches)
+        return cls(targets, num_samples, len(batches))
+
+    def vector(self) -> list[int]:
+        """Returns the numbers in the order of ``from_vector``."""
+        return [*self.targets.values(), self.num_samples, self.num_micro_batches]
+
+    @classmethod
+    def from_vector(cls, vector: Sequence[int], heads: Sequence[str]) -> WindowCounts:
+        """Reads what ``vector`` returned."""
+        *targets, num_samples, num_micro_batches = vector
+        return cls(dict(zip(heads, targets, strict=True)), num_samples, num_micro_batches)
+
+
+class PendingCounts:
+    """A reduction under way, or its result where none was needed."""
+
+    def __init__(self, sums: RankSums, vector: torch.Tensor, work: Any, what: str) -> None:
+        self._sums, self._vector, self._work, self._what = sums, vector, work, what
+
+    def wait(self) -> list[int]:
+        """Returns the sums over all ranks.
+
+        Raises:
+            DesyncError: If a rank did not take part before the deadline.
+        """
+        if self._work is None:
+            return list(map(int, self._vector.tolist()))
+        started, deadline_s = time.monotonic(), self._sums.timeout_s
+        try:
+            with self._sums.on_own_stream():  # on a device, too, this waits for the sum alone
+                self._work.wait(timedelta(seconds=deadline_s))
+                return list(map(int, self._vector.tolist()))
+        except RuntimeError as error:
+            raise DesyncError(
+                f"the targets of {self._what} could not be summed over the ranks",
+                expected=f"all {self._sums.world_size} ranks within {deadline_s:g} s",
+                found=f"{str(error).splitlines()[0]} after {time.monotonic() - started:.1f} s",
+                hint="a rank stopped, was slow, or took another number of windows: look at the logs of all ranks",
+            ) from error
+
+
+class RankSums:
+    """Sums int64 vectors over the data-parallel ranks, without waiting for them.
+
+    Args:
+        group: The data-parallel ranks; default, and where there is no mesh either, all ranks.
+        mesh: A device mesh, as the other way to say which ranks these are. Peers that differ in other dimensions only
+            (tensor, context, pipeline parallel) hold the same data, which counts once.
+        mesh_dim: The data-parallel dimension of the mesh; several count as one.
+        backend: Of the group that is made for the sums: ``"gloo"`` up to 256 ranks, above that the backend of the
+            job's own group, unless given.
+        timeout_s: Until a sum must have come.
+
+    Raises:
+        TopologyError: If this process is not in the group.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        mesh_dim: str | Sequence[str] = "dp",
+        backend: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.ranks = data_parallel_ranks(group, mesh, mesh_dim)
+        self.group: Any = None
+        self._device = torch.device("cpu")
+        self._stream: torch.cuda.Stream | None = None
+        me = dist.get_rank() if _is_initialized() else 0
+        if me not in self.ranks:
+            raise TopologyError(f"rank {me} is not among the data-parallel ranks", found=self.ranks[:16])
+        self.topology = Topology(self.ranks.index(me), len(self.ranks), source="process group")
+        if self.world_size > 1:
+            backend = backend or _default_backend(self.world_size)
+            self.group = _own_group(self.ranks, backend, timeout_s)
+            if backend != "gloo":
+                self._device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+                self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    @property
+    def world_size(self) -> int:
+        """Number of data-parallel ranks."""
+        return len(self.ranks)
+
+    def issue(self, vector: Sequence[int], what: str) -> PendingCounts:
+        """Begins to sum a vector over the ranks; there is no communication with one rank.
+
+        Args:
+            vector: This rank's numbers, as many on every rank.
+            what: What they are of, for the message if a rank does not come.
+        """
+        with self.on_own_stream():
+            numbers = torch.tensor(vector, dtype=torch.int64, device=self._device)
+            work = None if self.group is None else dist.all_reduce(numbers, group=self.group, async_op=True)
+        return PendingCounts(self, numbers, work, what)
+
+    def on_own_stream(self) -> AbstractContextManager[Any]:
+        """On a device the sums have a stream of their own, so that reading one waits for no forward or backward."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def data_parallel_ranks(
+    group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, mesh_dim: str | Sequence[str] = "dp"
+) -> list[int]:
+    """Returns the global ranks that hold different data and step together; ``[0]`` without a process group.
+
+    Raises:
+        TopologyError: If both a group and a mesh are given, or the mesh has no such dimension.
+    """
+    if group is not None and mesh is not None:
+        raise TopologyError("both group= and mesh= are given", hint="give the one that says who is data-parallel")
+    if mesh is not None:
+        resolve_topology(mesh=mesh, mesh_dim=mesh_dim, environ={})  # refuses what does not exist
+        names = mesh.mesh_dim_names or ()
+        coordinate = list(mesh.get_coordinate() or [])
+        dims = [mesh_dim] if isinstance(mesh_dim, str) else list(mesh_dim)
+        index = tuple(slice(None) if name in dims else coordinate[axis] for axis, name in enumerate(names))
+        kept = [name for name in names if name in dims]
+        ranks: list[int] = mesh.mesh[index].permute([kept.index(dim) for dim in dims]).flatten().tolist()
+        return ranks
+    if not _is_initialized():
+        return [0]
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _default_backend(world_size: int) -> str:
+    if world_size <= MAX_GLOO_RANKS and dist.is_gloo_available():
+        return "gloo"
+    return str(dist.get_backend())
+
+
+def _own_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Any:
+    groups = _GROUPS.setdefault(dist.group.WORLD, {})
+    key = (tuple(ranks), backend, timeout_s)
+    if key not in groups:
+        groups[key] = dist.new_group(
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=True,  # the ranks of other pipelines or replicas need not come
+            group_desc="shardstream counts",
+        )
+    return groups[key]
