@@ -77,11 +77,7 @@ class ParquetFormat:
         ]
         block_rows = np.array([group.num_rows for group in groups], np.int32)
         block_run_rows = np.array(run_rows, np.int32)
-        counts = (
-            _count(url, info.num_bytes, metadata, schema, run_rows, options, storage_options)
-            if _counted(options)
-            else {}
-        )
+        counts = _count(url, info.num_bytes, metadata, schema, run_rows, options, storage_options)
         return ShardIndex(
             format="parquet",
             num_bytes=info.num_bytes,
@@ -227,10 +223,6 @@ def _cast(
 # --------------------------------------------------------------------------------------------------- counts
 
 
-def _counted(options: IndexOptions) -> bool:
-    return options.tokens_column is not None or bool(options.targets)
-
-
 def _check_counted(url: str, schema: pa.Schema, options: IndexOptions) -> list[str]:
     """The columns that counts need, each once."""
     lists = {} if options.tokens_column is None else {options.tokens_column: True}
@@ -254,8 +246,10 @@ def _count(
     options: IndexOptions,
     storage_options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Token lengths and valid targets per sample, run by run."""
+    """Token lengths and valid targets per sample, run by run; nothing if neither is asked for."""
     names = _check_counted(url, schema, options)
+    if not names:
+        return {}
     lengths: list[Any] = []
     valid: dict[str, list[Any]] = {head: [] for head in options.targets}
     groups = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]

@@ -79,7 +79,7 @@ def test_a_corrupt_header_is_refused(tmp_path: Path) -> None:
 )
 @given(data=st.data())
 @settings(max_examples=60)
-def test_a_tar_cut_anywhere_is_refused_or_warned_of(
+def test_a_cut_anywhere_is_refused_or_warned_of(
     suffix: str, pack: Callable[[bytes], bytes], data: st.DataObject
 ) -> None:
     archive, _, rows = three_samples()
