@@ -172,10 +172,10 @@ class _LoaderPass(Iterator[Batch]):
     def __init__(self, loader: StreamingLoader, batches: Iterator[Batch], start: Cursor, num_seeks: int) -> None:
         self._loader, self._batches = loader, batches
         self.progress = _Progress(start, num_seeks, weakref.ref(self))
+        self._is_held_back = False
 
     def __next__(self) -> Batch:
         loader, progress = self._loader, self.progress
-        is_current = loader._left is progress  # noqa: SLF001 - the loader's own iterator
         if loader.persistent_workers and loader._progress is not progress:  # noqa: SLF001
             raise PlanError(
                 "this pass ended when the loader was iterated again: its workers are at work for the new pass",
@@ -184,15 +184,35 @@ class _LoaderPass(Iterator[Batch]):
         try:
             batch = next(self._batches)
         except StopIteration:
-            if is_current and not progress.is_finished:  # this rank had no batch in it
-                loader.streaming_dataset.end_epoch(progress.start.epoch)
-            progress.is_finished = progress.has_ended = True
+            if not self._is_held_back:
+                self.finish()
             raise
-        progress.last, progress.is_finished = batch.place, batch.place.is_last_in_pass
         batch._on_touch = None  # noqa: SLF001 - the loader knows what it hands out, no touch need tell
-        if is_current:
-            loader.streaming_dataset.consumed(batch.place)
+        if not self._is_held_back:
+            self.hand_out(batch)
         return batch
+
+    def hold_back(self) -> None:
+        """Lets the caller, who looks ahead, say himself what the loop got: ``hand_out``, and at its end ``finish``."""
+        self._is_held_back = True
+
+    def hand_out(self, batch: Batch) -> None:
+        """Notes that the loop has got a batch: it is consumed, and its cursor is the loader's state."""
+        progress = self.progress
+        progress.last, progress.is_finished = batch.place, batch.place.is_last_in_pass
+        if self._is_current:
+            self._loader.streaming_dataset.consumed(batch.place)
+
+    def finish(self) -> None:
+        """Notes that the loop was told that the pass is over."""
+        progress = self.progress
+        if self._is_current and not progress.is_finished:  # this rank had no batch in it
+            self._loader.streaming_dataset.end_epoch(progress.start.epoch)
+        progress.is_finished = progress.has_ended = True
+
+    @property
+    def _is_current(self) -> bool:
+        return self._loader._left is self.progress  # noqa: SLF001 - the loader's own iterator
 
     def __len__(self) -> int:
         return self._loader.streaming_dataset.num_micro_batches(self.progress.start)
