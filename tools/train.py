@@ -1,0 +1,161 @@
+"""Trains a small byte-level transformer on any number of processes; started again, it continues where it was.
+
+    torchrun --nproc-per-node 2 --max-restarts 3 tools/train.py configs/demo.yaml --set run=build/run
+
+Kill a rank: torchrun restarts all, and they resume from the newest checkpoint's cursor. Send SIGTERM: the window under
+way is finished and saved. Start it with another number of processes: the same global batches follow, dealt anew.
+
+The run folder gets ``checkpoints/``, ``metrics.jsonl`` (a line a step), ``consumed/`` (which documents each rank was
+trained on, for ``shardstream audit --consumed``) and ``pids/`` (the process of each rank).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import click
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F  # noqa: N812 - its usual name
+from torch.nn.utils import clip_grad_norm_
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script: our folder is found from the root
+
+from shardstream.consumed import ConsumedLog
+from shardstream.errors import PlanError, ShardStreamError
+from shardstream.torch import init_process_group
+from shardstream.torch.topology import topology_from_environ
+from shardstream.torch.windows import Window, windows
+from tools.training.config import Config, ConfigError, load_config
+from tools.training.job import Job
+
+
+class Stop:
+    """Whether this process was asked to stop: SIGTERM sets it, the loop looks at it between windows."""
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        signal.signal(signal.SIGTERM, self._ask)
+
+    def _ask(self, _signal: int, _frame: FrameType | None) -> None:
+        self.is_asked = True
+
+
+def train(job: Job, stop: Stop) -> None:
+    """Trains to the end of the run's last epoch, or until any rank is asked to stop, and saves where that is."""
+    config, run = job.config, job.config.run
+    with (
+        job.consumed_log() as consumed,
+        (run / "metrics.jsonl").open("a", buffering=1) as metrics,
+    ):
+        for _ in range(job.cursor.epoch, config.num_epochs):
+            for wait_s, window in timed(windows(job.loader, heads=("lm",), timeout_s=config.timeout_s)):
+                begin_s, epoch = time.monotonic(), job.cursor.epoch
+                loss_sum = train_window(job, window)
+                log_window(consumed, epoch, window)
+                job.step, job.cursor = job.step + 1, window.cursor
+                # One small sum over ranks: the loss for the metrics, and whether any rank was asked to stop.
+                totals = torch.stack([loss_sum.cpu(), torch.tensor(float(stop.is_asked), dtype=torch.float64)])
+                dist.all_reduce(totals)
+                num_targets = window.targets["lm"]
+                if job.topology.rank == 0:
+                    line = {
+                        "step": job.step,
+                        "epoch": epoch,
+                        "loss": totals[0].item() / num_targets if num_targets else None,
+                        "tokens_per_s": round(num_targets / (time.monotonic() - begin_s + wait_s)),
+                        "wait_s": round(wait_s, 4),
+                        "attempt": job.attempt,
+                        "world_size": job.topology.world_size,
+                    }
+                    metrics.write(json.dumps(line) + "\n")
+                if totals[1] > 0:
+                    job.save()
+                    return
+                if job.step % config.checkpoint.every_num_steps == 0:
+                    job.save()
+        job.save()
+
+
+def train_window(job: Job, window: Window) -> torch.Tensor:
+    """Makes one optimizer step, the same on every rank.
+
+    Returns:
+        float64[], the loss summed over this rank's targets.
+    """
+    loss_sum = torch.zeros((), dtype=torch.float64, device=job.device)
+    for micro in window.micro_batches(job.model):
+        batch = micro.to(job.device, non_blocking=True)
+        with torch.autocast(job.device.type, torch.bfloat16, enabled=job.config.precision == "bfloat16"):
+            logits = job.model(batch["input_ids"]).flatten(0, 1)
+            loss = F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum", ignore_index=-100)
+        window.loss(lm=loss).backward()  # type: ignore[no-untyped-call]
+        loss_sum += loss.detach()
+    if window.has_targets:
+        clip_grad_norm_(job.model.parameters(), job.config.optimizer.max_gradient_norm)
+        job.optimizer.step()
+        job.scheduler.step()
+    job.optimizer.zero_grad()
+    return loss_sum
+
+
+def log_window(consumed: ConsumedLog, epoch: int, window: Window) -> None:
+    """Logs which documents this rank has just been trained on."""
+    is_padding = torch.cat([batch.is_padding for batch in window.batches])
+    ids = torch.cat([batch.sample_ids for batch in window.batches])[~is_padding]
+    consumed.window(epoch=epoch, position=window.position, ids=ids.numpy(), num_padding=int(is_padding.sum()))
+
+
+def timed(windows: Iterable[Window]) -> Iterator[tuple[float, Window]]:
+    """Yields each window with the seconds that it was waited for."""
+    begin_s = time.monotonic()
+    for window in windows:
+        yield time.monotonic() - begin_s, window
+        begin_s = time.monotonic()
+
+
+def run_rank(config: Config, stop: Stop) -> None:
+    """Does what one rank has to do, from meeting the others to the last checkpoint."""
+    timeout = timedelta(seconds=config.timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    topology = init_process_group(backend, timeout_s=config.timeout_s, timeout=timeout)
+    pids = config.run / "pids"
+    pids.mkdir(parents=True, exist_ok=True)
+    (pids / f"rank-{topology.rank}").write_text(str(os.getpid()))
+    job = Job.start(config, topology)
+    resumed = job.resume()
+    if topology.rank == 0:
+        how = f"resumes at step {job.step}, epoch {job.cursor.epoch}" if resumed else "begins"
+        print(f"{config.run}: attempt {job.attempt} on {topology.world_size} ranks {how}", flush=True)
+    train(job, stop)
+    dist.barrier()  # nobody takes the connections down while others use them
+    dist.destroy_process_group()
+
+
+@click.command()
+@click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replaces an entry: model.width=96.")
+def main(config_path: Path, overrides: tuple[str, ...]) -> None:
+    """Train as CONFIG says, or continue the run that is in its run folder. Start it with torchrun."""
+    stop = Stop()
+    try:
+        config = load_config(config_path, overrides)
+        config.data.micro_batch(topology_from_environ().world_size)  # refused here, before ranks wait for each other
+    except (ConfigError, PlanError) as error:
+        raise click.UsageError(str(error)) from None
+    try:
+        run_rank(config, stop)
+    except ShardStreamError as error:
+        raise click.ClickException(f"rank {os.environ.get('RANK', '0')}: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Programs that are started, watched, killed and never left behind: commands, and training runs under torchrun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, final
+
+import psutil
+
+from tools.training.metrics import Metrics, read_metrics
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = ROOT / "tools" / "train.py"
+_NUM_TAIL_LINES = 25
+_POLL_S = 0.03
+
+
+class LaunchError(Exception):
+    """A program failed or took too long; the message ends with what it printed last."""
+
+
+def call(arguments: Sequence[str | Path], timeout_s: float = 60.0) -> str:
+    """Runs a Python script or module (``["-m", name, ...]``) to its end.
+
+    Returns:
+        What it printed.
+
+    Raises:
+        LaunchError: If it exits with an error or takes longer than ``timeout_s``.
+    """
+    command = [sys.executable, *map(str, arguments)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_tree(process)
+        output, _ = process.communicate()
+        raise LaunchError(f"{_shown(command)}\nstill ran after {timeout_s:.0f} s\n{_tail(output)}") from None
+    if process.returncode:
+        raise LaunchError(f"{_shown(command)}\nexited with {process.returncode}\n{_tail(output)}")
+    return output
+
+
+def kill_tree(process: subprocess.Popen[str]) -> None:
+    """Kills a program and all that it started; torchrun's ranks are in sessions of their own."""
+    try:
+        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+    except psutil.NoSuchProcess:
+        return
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(family[:-1], timeout=10)
+    process.wait(timeout=10)
+
+
+@final
+class Torchrun:
+    """A training run under torchrun; as a context it leaves no process behind.
+
+    Args:
+        config: The config file of ``tools/train.py``.
+        run: Its run folder.
+        num_ranks: Processes.
+        settings: ``key=value`` texts for ``--set``.
+        max_restarts: How often torchrun starts all ranks again after one failed.
+    """
+
+    def __init__(
+        self, config: Path, run: Path, num_ranks: int, *, settings: Sequence[str] = (), max_restarts: int = 3
+    ) -> None:
+        self.run = run
+        run.mkdir(parents=True, exist_ok=True)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        options = [option for setting in (f"run={run}", *settings) for option in ("--set", setting)]
+        script = ["--max-restarts", str(max_restarts), str(TRAIN), str(config), *options]
+        self._command = [sys.executable, *torchrun, *script]
+        self.log = run / "torchrun.log"
+        self._num_before = len(read_metrics(run))
+        self._file: IO[str] = self.log.open("a")
+        self._process = subprocess.Popen(
+            self._command, cwd=ROOT, env=_environment(), stdout=self._file, stderr=subprocess.STDOUT, text=True
+        )
+
+    def __enter__(self) -> Torchrun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill_tree(self._process)
+        self._file.close()
+
+    def metrics(self) -> list[Metrics]:
+        """Returns the lines of metrics since this was started."""
+        return read_metrics(self.run)[self._num_before :]
+
+    def wait_for(self, reached: Callable[[Metrics], bool], timeout_s: float = 120.0) -> Metrics:
+        """Waits for the first line of metrics for which ``reached`` is true, and returns it.
+
+        Raises:
+            LaunchError: If the run ends before, or does not come so far in ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            ended = self._process.poll() is not None
+            line = next(filter(reached, self.metrics()), None)
+            if line is not None:
+                return line
+            if ended or time.monotonic() > deadline:
+                raise self._failed("ended before it came so far" if ended else f"not so far in {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def kill_rank(self, rank: int) -> None:
+        """Kills the process of a rank as a crash would: SIGKILL."""
+        os.kill(int((self.run / "pids" / f"rank-{rank}").read_text()), signal.SIGKILL)
+
+    def stop(self, timeout_s: float = 60.0) -> None:
+        """Asks the run to save and stop (SIGTERM to torchrun, which hands it on), and waits until it has."""
+        self._process.send_signal(signal.SIGTERM)
+        self._end(timeout_s)
+
+    def finish(self, timeout_s: float = 180.0) -> None:
+        """Waits for the end of the run.
+
+        Raises:
+            LaunchError: If it fails or is not there in ``timeout_s``.
+        """
+        if self._end(timeout_s):
+            raise self._failed(f"exited with {self._process.returncode}")
+
+    def _end(self, timeout_s: float) -> int:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise self._failed(f"still ran after {timeout_s:.0f} s") from None
+
+    def _failed(self, why: str) -> LaunchError:
+        self._file.flush()
+        return LaunchError(f"{_shown(self._command)}\n{why}\n{_tail(self.log.read_text('utf-8', 'replace'))}")
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def _shown(command: Sequence[str]) -> str:
+    return " ".join([Path(command[0]).name, *command[1:]])
+
+
+def _tail(output: str) -> str:
+    lines = output.rstrip().splitlines()
+    return "\n".join(f"    {line}" for line in lines[-_NUM_TAIL_LINES:])

@@ -1,0 +1,54 @@
+"""The metrics of a run: one JSON line a step, over all its attempts."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Metrics: TypeAlias = dict[str, Any]
+
+
+def read_metrics(run: Path) -> list[Metrics]:
+    """Returns the lines of ``metrics.jsonl`` in the order they were written; none if there is no such file.
+
+    A line that is cut, because its process was killed or is just writing it, is left out.
+    """
+    path = run / "metrics.jsonl"
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return [parsed for line in lines if (parsed := _parsed(line)) is not None]
+
+
+def _parsed(line: str) -> Metrics | None:
+    try:
+        parsed = json.loads(line)
+    except ValueError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def plot_losses(metrics: list[Metrics], path: Path, title: str) -> None:
+    """Writes a PNG of the loss by step: a line for each attempt, and where each began.
+
+    Args:
+        metrics: What ``read_metrics`` returned.
+        path: Where to write it.
+        title: Stands above.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
+    for attempt, lines in groupby(metrics, key=lambda line: line["attempt"]):
+        own = list(lines)
+        label = f"attempt {attempt}: {own[0]['world_size']} ranks, steps {own[0]['step']} to {own[-1]['step']}"
+        steps = [line["step"] for line in own]
+        losses = [float("nan") if line["loss"] is None else line["loss"] for line in own]
+        (drawn,) = axes.plot(steps, losses, marker=".", markersize=4, label=label)
+        if attempt:
+            axes.axvline(own[0]["step"] - 1, color=drawn.get_color(), linestyle="--", linewidth=1)
+    axes.set(title=title, xlabel="step (global batches trained on)", ylabel="loss per target, nats")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
