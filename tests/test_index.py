@@ -8,6 +8,7 @@ import os
 import random
 import tarfile
 import warnings
+import zipfile
 from pathlib import Path
 
 import fsspec
@@ -204,6 +205,17 @@ def test_remote_names_with_signs(tmp_path):
 def test_chains_are_told_from_lists(entry, parts, monkeypatch):
     monkeypatch.setattr("shardstream.storage.kind_of", lambda *_: None)  # the network is asked for nothing else here
     assert expand_shards(entry) == parts
+
+
+def test_shards_inside_an_archive(tmp_path):
+    """What is named in front of a chain is the shard; its manifest can be read back."""
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        for name in ("a.parquet", "b.parquet"):
+            archive.write(parquet(tmp_path / name), name)
+    build_manifest(f"zip://*.parquet::file://{tmp_path}/x.zip", tmp_path / "m", num_workers=0)
+    read = Manifest.load(tmp_path / "m")
+    assert [read.url(k) for k in range(2)] == [f"zip://{name}.parquet::file://{tmp_path}/x.zip" for name in "ab"]
+    assert read.num_samples == 8
 
 
 @pytest.mark.parametrize("url", ["https://me:geheim@host/a.tar", "https://host/a.tar?X-Amz-Signature=geheim"])
