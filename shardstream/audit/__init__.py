@@ -59,8 +59,8 @@ def audit(
         epochs: How many epochs.
         start: Where the job begins, as ``plan.resume`` returns it; by default at the beginning.
         labels: One label a sample, to count classes per batch; or None.
-        enumerate_up_to: Up to so many positions over all epochs everything is dealt out and counted; above that the
-            proof is by arithmetic, and says on how much of the data it was checked.
+        enumerate_up_to: Up to so many positions over all epochs (a quarter as many micro-batches) everything is dealt
+            out and counted; above that the proof is by arithmetic, and says on how much of the data it was checked.
 
     Returns:
         The report; ``report.violations`` is empty if everything holds.
@@ -78,7 +78,10 @@ def audit(
     if num_workers < 0 or epochs < 1:
         raise PlanError("num_workers must be at least 0 and epochs at least 1", found=(num_workers, epochs))
     first, readers = start or plan.cursor(), max(num_workers, 1)
-    check = check_by_enumeration if plan.num_positions * epochs <= enumerate_up_to else check_by_arithmetic
+    num_positions = plan.num_positions * epochs
+    # A micro-batch takes about four times as long as a position.
+    is_small = max(num_positions, 4 * num_positions // plan.batch_size) <= enumerate_up_to
+    check = check_by_enumeration if is_small else check_by_arithmetic
     found = check(plan, first, epochs, readers)
     if labels is not None and not isinstance(labels, Labels):
         labels = Labels.from_array(labels, plan.num_positions)

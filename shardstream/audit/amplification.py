@@ -183,30 +183,33 @@ def _opens_of_shares(
     return opens
 
 
-def _pieces(deal: Deal, lane: Int64Array, turn: Int64Array) -> Int64Array:
+def _slots(deal: Deal, lane: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """The micro-batches of a window, counted over all ranks, that read of a lane: the first, and how many."""
+    turns = deal.global_batch // deal.lanes
+    first = lane * turns // deal.batch_size
+    return first, ((lane + 1) * turns - 1) // deal.batch_size - first + 1
+
+
+def _piece(deal: Deal, lane: Int64Array, turn: Int64Array) -> Int64Array:
     """Numbers the stretches of a lane's turns that one micro-batch reads."""
     turns = deal.global_batch // deal.lanes
     window, place = np.divmod(turn, turns)
-    first = lane * turns // deal.batch_size
-    per_window = ((lane + 1) * turns - 1) // deal.batch_size - first + 1
+    first, per_window = _slots(deal, lane)
     return window * per_window + (lane * turns + place) // deal.batch_size - first
 
 
 def _distinct_readers(deal: Deal, num_readers: int, lane: Int64Array, begin: Int64Array, end: Int64Array) -> Int64Array:
     """Counts the readers of each stretch of turns: int64[num_stretches]."""
-    turns = deal.global_batch // deal.lanes
-    first_piece = _pieces(deal, lane, begin)
-    num_pieces = _pieces(deal, lane, end - 1) - first_piece + 1
+    first_piece = _piece(deal, lane, begin)
+    num_pieces = _piece(deal, lane, end - 1) - first_piece + 1
     stretch = np.repeat(np.arange(len(lane)), num_pieces)
     piece = first_piece[stretch] + np.arange(len(stretch)) - (np.cumsum(num_pieces) - num_pieces)[stretch]
-    first_slot = lane * turns // deal.batch_size
-    per_window = ((lane + 1) * turns - 1) // deal.batch_size - first_slot + 1
-    window, place = np.divmod(piece, per_window[stretch])
-    rank, micro = np.divmod(first_slot[stretch] + place, deal.accumulate)
+    first_slot, per_window = _slots(deal, lane[stretch])
+    window, place = np.divmod(piece, per_window)
+    rank, micro = np.divmod(first_slot + place, deal.accumulate)
     reader = rank * num_readers + (window * deal.accumulate + micro) % num_readers
     num_all = deal.world_size * num_readers
-    pairs: Int64Array = np.unique(stretch * num_all + reader)
-    opens: Int64Array = np.bincount(pairs // num_all, minlength=len(lane))
+    opens: Int64Array = np.bincount(np.unique(stretch * num_all + reader) // num_all, minlength=len(lane))
     return opens
 
 

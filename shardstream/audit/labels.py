@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,12 +49,13 @@ class Labels:
         return cls(codes.astype(np.int64).reshape(-1), sizes.astype(np.int64))
 
 
-def read_labels(manifest: Manifest, column: str) -> Labels:
+def read_labels(manifest: Manifest, column: str, storage_options: Mapping[str, Any] | None = None) -> Labels:
     """Reads one column of all shards, whose values are the classes.
 
     Args:
         manifest: The data set.
         column: Name of the column, or suffix of tar members.
+        storage_options: Given to fsspec.
 
     Returns:
         The labels; rows without a value are a class of their own.
@@ -67,7 +69,7 @@ def read_labels(manifest: Manifest, column: str) -> Labels:
     code_of: dict[object, int] = {}
     codes = [np.empty(0, np.int64)]
     for index in range(manifest.num_shards):
-        shard = Shard(manifest, index)
+        shard = Shard(manifest, index, storage_options or {})
         for block in range(*manifest.shard_first_block[index : index + 2].tolist()):
             for rows in format_of(shard.url).read_runs(shard, block, [column]):
                 if column not in rows.columns:

@@ -13,7 +13,8 @@ from shardstream.permutation import Int64Array
 from shardstream.plan import EpochPlan, Plan
 
 _MOST_POSITIONS = 1 << 20  # all windows up to here, some beyond
-_NUM_WINDOWS = 32
+_MOST_PARTS = 1 << 12  # of windows, one a rank
+_NUM_WINDOWS = 16  # looked at, at least
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,8 @@ def shuffle_quality(plan: Plan, epoch: int = 0, labels: Labels | None = None) ->
     if num_windows == 0:
         return None
     windows = list(range(num_windows))
-    if num_samples > _MOST_POSITIONS:
-        at_most = max(2, min(_NUM_WINDOWS, _MOST_POSITIONS // plan.global_batch))
+    if num_samples > _MOST_POSITIONS or num_windows * plan.world_size > _MOST_PARTS:
+        at_most = max(_NUM_WINDOWS, min(_MOST_POSITIONS // plan.global_batch, _MOST_PARTS // plan.world_size))
         windows = sorted(set(np.linspace(0, num_windows - 1, at_most).astype(np.int64).tolist()))
     sizes: list[int] = []
     num_meeting, in_window, in_micro = 0, [], []

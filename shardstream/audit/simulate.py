@@ -107,5 +107,16 @@ def columns(plan: Plan, dealt: Iterator[DealtBatch] | list[DealtBatch]) -> Dealt
         )
         positions.append(first + batch.positions)
         is_padding.append(batch.is_padding)
-    table = np.array(numbers, np.int64).reshape(-1, 8).T
-    return Dealt(*table[:6], table[6].astype(np.bool_), table[7], np.concatenate(positions), np.concatenate(is_padding))
+    ranks, workers, index, window, micro, window_start, is_last, num_rows = np.array(numbers, np.int64).reshape(-1, 8).T
+    return Dealt(
+        rank=ranks,
+        worker=workers,
+        batch_index=index,
+        window=window,
+        micro=micro,
+        window_start=window_start,
+        is_last_in_window=is_last.astype(np.bool_),
+        num_rows=num_rows,
+        positions=np.concatenate(positions),
+        is_padding=np.concatenate(is_padding),
+    )

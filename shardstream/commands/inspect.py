@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardstream.commands._options import as_json, print_json, storage_options
+from shardstream.commands._tables import escaped, table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,10 +33,10 @@ def inspect(manifest_path: str, storage_options: dict[str, Any], *, with_shards:
     from rich.console import Console
 
     console = Console()
-    for table in _tables(described):
-        console.print(table)
+    for each in _tables(described):
+        console.print(each)
     for text in described["warnings"]:
-        console.print(f"[yellow]Warning:[/] {_escaped(text)}", soft_wrap=True)
+        console.print(f"[yellow]Warning:[/] {escaped(text)}", soft_wrap=True)
 
 
 def describe(manifest: Manifest, *, with_shards: bool = False) -> dict[str, Any]:
@@ -136,29 +137,11 @@ def _tables(described: dict[str, Any]) -> list[Table]:
         for column in described["schema"]
     ]
     tables = [
-        _table("Manifest", ["", ""], list(facts.items())),
-        _table("Schema", ["column", "type", "missing"], columns),
-        _table("Sizes", ["", "min", "median", "max"], [[name, *spread.values()] for name, spread in spreads.items()]),
+        table("Manifest", ["", ""], list(facts.items())),
+        table("Schema", ["column", "type", "missing"], columns),
+        table("Sizes", ["", "min", "median", "max"], [[name, *spread.values()] for name, spread in spreads.items()]),
     ]
     if "shards" in described:
         names = ["shard", "format", "samples", "blocks", "bytes", "version", "digest"]
-        tables.append(_table("Shards", names, [shard.values() for shard in described["shards"]]))
+        tables.append(table("Shards", names, [shard.values() for shard in described["shards"]]))
     return tables
-
-
-def _table(title: str, names: list[str], rows: list[Any]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", show_header=any(names))
-    for name in names:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*[f"{value:,}" if isinstance(value, int) else _escaped(str(value)) for value in row])
-    return table
-
-
-def _escaped(text: str) -> str:
-    """Text in which rich finds no markup: names of shards may hold square brackets."""
-    from rich.markup import escape
-
-    return escape(text)

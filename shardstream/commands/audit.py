@@ -1,0 +1,219 @@
+"""``shardstream audit``: shows what a plan deals to whom, and what a run consumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardstream.commands._options import as_json, print_json, storage_options, warnings_shown
+from shardstream.commands._tables import table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shardstream.audit import AuditReport, TracedBatch
+    from shardstream.audit.consumption import ConsumedReport
+    from shardstream.manifest import Manifest
+    from shardstream.plan import Plan
+
+_SHUFFLES = {"true": True, "false": False, "full": "full", "torch": "torch"}
+_MOST_RANKS_SHOWN = 16
+_PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "lanes", "tail", "seed")
+
+
+def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int, int] | None:
+    """Reads ``SHARDSxBLOCKSxROWS``; a click callback."""
+    if value is None:
+        return None
+    numbers = value.lower().split("x")
+    if [number.isdecimal() for number in numbers] != [True] * 3:
+        raise click.BadParameter(f"{value!r} is not of the form SHARDSxBLOCKSxROWS, as 1000x100x1000", ctx, param)
+    shards, blocks, rows = map(int, numbers)
+    return shards, blocks, rows
+
+
+@click.command()
+@click.argument("manifest_path", metavar="[MANIFEST]", required=False)
+@click.option("--synthetic", callback=_sizes, metavar="SHARDSxBLOCKSxROWS", help="Shards that do not exist yet.")
+@click.option("--world-size", type=click.IntRange(1), default=1, show_default=True, help="Data-parallel ranks.")
+@click.option("--num-workers", type=click.IntRange(0), default=0, show_default=True, help="DataLoader workers a rank.")
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Samples of a micro-batch.")
+@click.option("--global-batch", type=click.IntRange(1), help="Samples of an optimizer step over all ranks.")
+@click.option("--accumulate", type=click.IntRange(1), help="Micro-batches of a rank in an optimizer step.")
+@click.option("--lanes", type=click.IntRange(1), help="Blocks read side by side. [default: chosen]")
+@click.option("--shuffle", type=click.Choice(list(_SHUFFLES)), default="true", show_default=True)
+@click.option(
+    "--tail",
+    type=click.Choice(["pad", "drop", "uneven", "continue", "repeat", "truncate"]),
+    default="pad",
+    show_default=True,
+    help="What happens to an epoch's last, partial window.",
+)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="How many to look at.")
+@click.option("--label", metavar="COLUMN", help="Count the classes of this column per batch; reads it from all shards.")
+@click.option("--trace", "with_trace", is_flag=True, help="Print who gets which sample at each step (small sets).")
+@click.option("--consumed", metavar="DIR", help="Prove exactly-once from a run's logs in DIR, instead of from a plan.")
+@storage_options
+@as_json
+@click.pass_context
+def audit(ctx: click.Context, /, **options: Any) -> None:
+    """Prove, before a job starts, that every sample of MANIFEST comes exactly once, and show what reading it costs.
+
+    With --consumed, prove it from the logs of a run. Exit code 1 if anything is violated.
+    """
+    if (options["manifest_path"] is None) == (options["synthetic"] is None):
+        raise click.UsageError("give either MANIFEST or --synthetic")
+    if options["label"] and options["synthetic"]:
+        raise click.UsageError("--label reads shards, which --synthetic has none of")
+    with warnings_shown() as warnings:
+        if options["consumed"] is not None:
+            holds = _audit_run(_manifest(options), options["consumed"], as_json=options["as_json"])
+        else:
+            holds = _audit_plan(_plan(options), options, warnings)
+    if not holds:
+        ctx.exit(1)
+
+
+def _manifest(options: dict[str, Any]) -> Manifest:
+    from shardstream.manifest import Manifest
+
+    if options["synthetic"] is None:
+        return Manifest.load(options["manifest_path"], storage_options=options["storage_options"])
+    shards, blocks, rows = options["synthetic"]
+    return Manifest.synthetic(num_shards=shards, blocks_per_shard=blocks, rows_per_block=rows)
+
+
+def _plan(options: dict[str, Any]) -> Plan:
+    from shardstream.plan import Plan
+
+    settings = {name: options[name] for name in _PLAN_OPTIONS}
+    return Plan.make(_manifest(options), shuffle=_SHUFFLES[options["shuffle"]], **settings)  # type: ignore[arg-type]
+
+
+def _audit_plan(plan: Plan, options: dict[str, Any], warnings: list[str]) -> bool:
+    from shardstream.audit import audit as audit_plan
+    from shardstream.audit import read_labels, trace
+
+    num_workers, epochs = options["num_workers"], options["epochs"]
+    label = options["label"]
+    labels = read_labels(plan.manifest, label, options["storage_options"]) if label else None
+    report = audit_plan(plan, num_workers=num_workers, epochs=epochs, labels=labels)
+    traced = list(trace(plan, num_workers=num_workers, epochs=epochs)) if options["with_trace"] else None
+    if options["as_json"]:
+        more = {} if traced is None else {"trace": [batch.to_dict() for batch in traced]}
+        print_json({**report.to_dict(), "warnings": list(warnings), **more})
+        return report.holds
+    console = _console()
+    if traced is not None:
+        _print_trace(console, traced)
+    _print_report(console, report)
+    return report.holds
+
+
+def _audit_run(manifest: Manifest, directory: str, *, as_json: bool) -> bool:
+    from shardstream.audit.consumption import check_consumed
+
+    report = check_consumed(directory, manifest)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _print_consumed(_console(), report)
+    return report.holds
+
+
+# --------------------------------------------------------------------------------------------------------- for people
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_report(console: Console, report: AuditReport) -> None:
+    about = report.settings
+    shown = (
+        "num_samples",
+        "num_blocks",
+        "world_size",
+        "num_workers",
+        "batch_size",
+        "accumulate",
+        "global_batch",
+        "lanes",
+    )
+    facts = [(name.removeprefix("num_").replace("_", " "), about[name]) for name in (*shown, "shuffle", "tail", "seed")]
+    console.print(table("Plan", ["", ""], facts))
+    names = ["epoch", "steps", "samples", "padding", "dropped", "repeated", "of the next epoch"]
+    console.print(table("Epochs", names, [list(vars(epoch).values()) for epoch in report.epochs]))
+    ranks = [list(vars(rank).values()) for rank in report.ranks]
+    cut = ranks if len(ranks) <= _MOST_RANKS_SHOWN else [*ranks[:8], ["..."] * 6, *ranks[-4:]]
+    console.print(table("Ranks", ["rank", "steps", "micro-batches", "samples", "padding", "repeated"], cut))
+    for line in (*_reading(report), *_quality(report), *(f"Proof: {proof}" for proof in report.proofs)):
+        console.print(line, markup=False, soft_wrap=True)
+    _print_verdict(console, report.violations, "every promise holds: exactly once, disjoint, equal steps")
+
+
+def _reading(report: AuditReport) -> Iterator[str]:
+    cost = report.reading
+    if cost is None:
+        return
+    if cost.amplification is None:
+        yield f"Reading: {cost.how}"
+        return
+    yield f"Reading: each of {cost.num_blocks:,} blocks is opened {cost.amplification:.2f} times ({cost.how})"
+    num_bytes = "" if cost.open_num_bytes is None else f", up to {cost.open_num_bytes / 1e6:,.1f} MB compressed"
+    yield f"Reading: a reader holds up to {cost.open_runs} runs open{num_bytes}"
+    for text in cost.advice:
+        yield f"  lower with {text}"
+
+
+def _quality(report: AuditReport) -> Iterator[str]:
+    quality = report.quality
+    if quality is None:
+        return
+    where = f"{quality.num_windows} of {quality.num_windows_in_epoch} global batches looked at"
+    yield (
+        f"Shuffle: {quality.neighbours:.4%} of neighbours in a shard meet in one global batch; "
+        f"uniform shuffle {quality.uniform_neighbours:.4%} ({where})"
+    )
+    if quality.num_classes is not None:
+        yield (
+            f"Shuffle: of {quality.num_classes:,} classes, {quality.classes_per_global_batch:.1f} in a global batch "
+            f"(uniform {quality.uniform_classes_per_global_batch:.1f}), {quality.classes_per_micro_batch:.1f} in a "
+            f"micro-batch (uniform {quality.uniform_classes_per_micro_batch:.1f})"
+        )
+
+
+def _print_trace(console: Console, traced: Sequence[TracedBatch]) -> None:
+    def cell(texts: Sequence[object], is_padding: Sequence[bool]) -> str:
+        return " ".join(f"({text})" if padding else str(text) for text, padding in zip(texts, is_padding, strict=True))
+
+    rows = [
+        (b.epoch, b.step, b.rank, b.worker, b.micro, cell(b.ids, b.is_padding), cell(b.places, b.is_padding))
+        for b in traced
+    ]
+    names = ["epoch", "step", "rank", "worker", "micro", "samples", "shard:row"]
+    console.print(table("Trace; (padding) in parentheses", names, rows))
+
+
+def _print_consumed(console: Console, report: ConsumedReport) -> None:
+    names = ["attempt", "ranks", "global batch", "from epoch", "position", "windows", "rolled back", "ended"]
+    console.print(table("Attempts", names, [vars(a).values() for a in report.attempts]))
+    names = ["epoch", "finished", "windows", "samples", "padding", "dropped", "missing", "repeated", "foreign"]
+    fields = ("epoch", "is_finished", "num_windows", "num_samples", "num_padding", "num_dropped", "num_missing")
+    rows = [[getattr(epoch, name) for name in (*fields, "num_extra", "num_foreign")] for epoch in report.epochs]
+    console.print(table("Epochs", names, rows))
+    for note in report.notes:
+        console.print(f"Note: {note}", markup=False, soft_wrap=True)
+    _print_verdict(console, report.violations, report.verdict())
+
+
+def _print_verdict(console: Console, violations: Sequence[str], good: str) -> None:
+    for text in violations:
+        console.print(f"Violation: {text}", markup=False, soft_wrap=True, style="red")
+    verdict = good if not violations else f"{len(violations)} violation(s)"
+    console.print(f"Verdict: {verdict}", markup=False, soft_wrap=True, style="bold red" if violations else "bold green")
