@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from moto.server import ThreadedMotoServer
 
 from shardstream.errors import ManifestError, ShardStreamWarning
 from shardstream.index import IndexSettings, advice, build_manifest, expand_shards
@@ -593,3 +594,38 @@ def test_no_warnings_for_good_shards(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert np.all(build_manifest(tmp_path).num_bytes > 0)
+
+
+# --------------------------------------------------------------------------------------------------------------- s3
+
+
+@pytest.fixture
+def bucket(monkeypatch):
+    """A bucket of a local S3 server: its URL and the options to reach it."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    options = {"client_kwargs": {"endpoint_url": "http://{}:{}".format(*server.get_host_and_port())}}
+    fsspec.filesystem("s3", **options).mkdir("shards")
+    yield "s3://shards", options
+    server.stop()
+
+
+@pytest.mark.slow
+def test_shards_and_manifest_in_s3(bucket, tmp_path):
+    url, options = bucket
+    for name in ("0[a].parquet", "1[a].parquet", "2a.parquet"):
+        fsspec.filesystem("s3", **options).put_file(parquet(tmp_path / name), f"{url}/d/{name}")
+    made = build_manifest(f"{url}/d/", f"{url}/d/m.manifest.parquet", storage_options=options, num_workers=0)
+    for entry in (f"{url}/d", f"{url}/d/*.parquet", url + "/d/{0[a],1[a],2a}.parquet"):
+        assert build_manifest(entry, storage_options=options, num_workers=0).fingerprint == made.fingerprint
+    read = Manifest.load(f"{url}/d/m.manifest.parquet", storage_options=options)
+    assert read.urls == ["0[a].parquet", "1[a].parquet", "2a.parquet"]
+    assert read.root == f"{url}/d"
+    assert len(set(read.version_tags)) == 1  # equal bytes have equal etags
+    assert read.lists.read(2, ["footer"])["footer"][-4:] == b"PAR1"
+    with pytest.raises(ManifestError, match="2 of 3 shards cannot be used") as caught:
+        build_manifest(url + "/d/{2a,8,9}.parquet", storage_options=options, num_workers=0)
+    assert all(f"{url}/d/{name}.parquet" in str(caught.value) for name in (8, 9))
