@@ -90,10 +90,10 @@ class StreamingLoader(DataLoader[Batch]):
         trained on instead.
         """
         left = self._left
-        if left is None or left.has_ended or left.last is None:
+        if left is None or left.has_ended:
             return self.streaming_dataset.state_dict()
-        state: dict[str, Any] = left.last.cursor.state_dict()
-        return state
+        cursor: Cursor = left.start if left.last is None else left.last.cursor
+        return cursor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any] | Cursor, *, allow_batch_change: bool = False) -> None:
         """Lets the next pass begin at a cursor; see ``StreamingDataset.load_state_dict``.

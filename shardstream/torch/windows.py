@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ class Window:
         self.scale = {head: num_averaged / count if count else 0.0 for head, count in self.targets.items()}
         self._current: Batch | None = None
         self._has_loss = True
-        self._under_way: list[Any] = []
+        self._under_way: WeakSet[Any] = WeakSet()  # weak: a loop that was left ends at once, as nobody holds it
 
     def __repr__(self) -> str:
         targets = ", ".join(f"{head}: {count}" for head, count in self.targets.items())
@@ -185,7 +186,7 @@ class Window:
             hint = "use static_graph=False, accumulate=1, or windows(sync='each')"
             raise PlanError("DDP with static_graph=True cannot leave out a synchronisation", hint=hint)
         handed_out = self._hand_out(model)
-        self._under_way.append(handed_out)
+        self._under_way.add(handed_out)
         return handed_out
 
     def _hand_out(self, model: object) -> Iterator[Batch]:
@@ -290,9 +291,8 @@ class Window:
 
     def close(self) -> None:
         """Ends loops over ``micro_batches`` that were left but are still referenced somewhere."""
-        for handed_out in self._under_way:
+        for handed_out in list(self._under_way):
             handed_out.close()
-        self._under_way.clear()
 
 
 def _checked_heads(heads: Sequence[str], known: Iterable[str]) -> Sequence[str]:

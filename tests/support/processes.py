@@ -83,3 +83,24 @@ def _rank(rank, results, function, world_size, store_path, group_timeout_s, args
         results.join_thread()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def run_checks(checks, world_size: int, *args: Any, **options: Any) -> dict[str, list[str]]:
+    """Runs ``check(rank, *args)`` one after the other in one group; returns what failed, by name: one text a rank.
+
+    After a failure the ranks are no longer in step, so what comes after it is reported as not reached.
+    """
+    outcomes = run_ranks(_run_all, world_size, checks, args, **options)
+    return {check.__name__: [outcome[check.__name__] for outcome in outcomes] for check in checks}
+
+
+def _run_all(rank: int, checks, args) -> dict[str, str]:
+    outcome = dict.fromkeys((check.__name__ for check in checks), "not reached")
+    for check in checks:
+        try:
+            check(rank, *args)
+        except BaseException:  # noqa: BLE001 - as above
+            outcome[check.__name__] = traceback.format_exc()
+            break
+        outcome[check.__name__] = ""
+    return outcome

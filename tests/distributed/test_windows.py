@@ -1,0 +1,499 @@
+"""Gradients and parameters of real gloo processes against one process on the whole window."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - its name everywhere
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstream.errors import DesyncError, PlanError, TopologyError
+from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
+from shardstream.torch.windows import windows
+from tests.support.corpora import parquet_manifest
+from tests.support.processes import run_checks
+from tests.support.training import TwoHeads, fake_window, gradients_of, head_sums, relative_error, whole_window
+
+pytestmark = pytest.mark.distributed
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+# Valid targets of a head: one row a rank, one number a micro-batch.
+COUNTS = {
+    "2/0/5": {"lm": [[2], [0], [5]]},
+    "3/0/11, two heads": {"aux": [[0, 4], [1, 0], [0, 2]], "lm": [[1, 2], [0, 0], [9, 2]]},
+    "no target of one head": {"aux": [[0], [0], [0]], "lm": [[3], [0], [1]]},
+    "accumulate 4": {
+        "aux": [[1, 2, 0, 3], [4, 0, 0, 1], [2, 2, 1, 6]],
+        "lm": [[5, 6, 1, 0], [0, 0, 0, 0], [8, 1, 2, 3]],
+    },
+}
+
+
+def step_with(model, batches, loss_of, *, options=None, wrapped=None):
+    """One optimizer step on one window; returns gradients and parameters as they are afterwards."""
+    wrapped = model if wrapped is None else wrapped
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    [window] = windows(batches, **(options or {}))
+    for micro in window.micro_batches(wrapped):
+        loss_of(window, micro, head_sums(wrapped, micro)).backward()
+    gradients = gradients_of(model)
+    window.step(optimizer)
+    return gradients, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def right(window, micro, sums):
+    return window.loss(**sums)
+
+
+def reference(counts, dtype):
+    """The same step in one process on the whole window: for each head the sum of losses by the number of targets."""
+    model = TwoHeads(counts, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    totals = {head: sum(map(sum, rows)) for head, rows in counts.items()}
+    sums = head_sums(model, whole_window(counts, dtype))
+    sum(value / max(totals[head], 1) for head, value in sums.items()).backward()
+    gradients = gradients_of(model)
+    optimizer.step()
+    return gradients, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def check(found, counts, dtype):
+    for mine, theirs in zip(found, reference(counts, dtype), strict=True):
+        assert relative_error(mine, theirs) <= BOUNDS[dtype]
+
+
+# Each of these is somebody's loop. One window is one call: (sum of a head in this micro-batch, what is known) -> loss.
+def rank_means(window, micro, sums):
+    mine = {head: sum(int(batch.valid_tokens[head].sum()) for batch in window.batches) for head in sums}
+    return sum(value / max(mine[head], 1) for head, value in sums.items())
+
+
+def micro_batch_means(window, micro, sums):
+    values = [value / max(int(micro.valid_tokens[head].sum()), 1) for head, value in sums.items()]
+    return sum(values) / len(window.batches)
+
+
+def one_shared_n(window, micro, sums):
+    return sum(sums.values()) * dist.get_world_size() / sum(window.targets.values())
+
+
+def no_factor(window, micro, sums):
+    return sum(value / max(window.targets[head], 1) for head, value in sums.items())
+
+
+WRONG = {
+    "2/0/5": [rank_means, micro_batch_means, no_factor],
+    "3/0/11, two heads": [rank_means, micro_batch_means, one_shared_n, no_factor],
+    "accumulate 4": [rank_means, micro_batch_means, one_shared_n, no_factor],
+}
+
+
+# ---------------------------------------------------------------------------------------------------- three ranks
+
+
+def ddp_equals_one_process(rank, folder):
+    for counts in COUNTS.values():
+        for dtype in BOUNDS:
+            model, batches = TwoHeads(counts, dtype), fake_window(counts, rank, dtype)
+            check(step_with(model, batches, right, wrapped=DistributedDataParallel(model)), counts, dtype)
+
+
+def wrong_formulas_fail_the_same_check(rank, folder):
+    for name, formulas in WRONG.items():
+        counts = COUNTS[name]
+        for formula in formulas:
+            model, batches = TwoHeads(counts, torch.float64), fake_window(counts, rank, torch.float64)
+            gradients, _ = step_with(model, batches, formula, wrapped=DistributedDataParallel(model))
+            error = relative_error(gradients, reference(counts, torch.float64)[0])
+            assert error >= 0.1, (name, formula.__name__, error)
+
+
+def weighted_heads(rank, folder):
+    counts = COUNTS["3/0/11, two heads"]
+    model, batches = TwoHeads(counts), fake_window(counts, rank)
+
+    def weighted(window, micro, sums):
+        return window.loss(lm=sums["lm"], aux=(sums["aux"], 0.25))
+
+    found, _ = step_with(model, batches, weighted, wrapped=DistributedDataParallel(model))
+    alone = TwoHeads(counts)
+    sums = head_sums(alone, whole_window(counts))
+    (sums["lm"] / 14 + 0.25 * sums["aux"] / 7).backward()
+    assert relative_error(found, gradients_of(alone)) <= 1e-12
+
+
+def real_data_with_a_padded_tail(rank, folder):
+    """14 documents of 0 to 4 tokens on 3 ranks x 2 x 2: a whole window, then one micro-batch with 4 rows of padding."""
+    dataset = streaming_dataset(folder, accumulate=2)
+    whole = iter(streaming_dataset(folder, batch_size=12, topology=Topology(0, 1)))
+    model = same_everywhere(nn.Sequential(nn.Embedding(40, 4), nn.Linear(4, 40)))
+    wrapped, loader, seen = DistributedDataParallel(model), StreamingLoader(dataset), []
+    for window in windows(loader):
+        start = loader.state_dict()
+        for micro in window.micro_batches(wrapped):
+            window.loss(lm=token_loss(wrapped, micro)).backward()
+        alone, batch = copy.deepcopy(model), next(whole)
+        alone.zero_grad()
+        num_targets = int(batch.valid_tokens["lm"].sum())
+        (token_loss(alone, batch) / num_targets).backward()
+        assert window.targets == {"lm": num_targets}
+        assert relative_error(gradients_of(model), gradients_of(alone)) <= 1e-12
+        seen.append((len(window.batches), window.num_micro_batches, window.num_samples))
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        wrapped.zero_grad()
+        assert (start["epoch"], start["position"]) == (0, window.position)
+        assert loader.state_dict() == window.cursor.state_dict()
+    assert seen == [(2, 6, 12), (1, 3, 2)]
+    assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
+
+
+def token_loss(model, batch):
+    logits = model(batch["input_ids"]).flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum", ignore_index=-100)
+
+
+def streaming_dataset(folder, **options):
+    manifest = parquet_manifest(Path(folder) / f"rank{dist.get_rank()}", [9, 0, 5], 4)
+    options = {"batch_size": 2, "seed": 3, "collate": pad_tokens("tokens", shift=False), **options}
+    return StreamingDataset(manifest, targets={"lm": "labels"}, shifted=True, ignore_index=-100, **options)
+
+
+def same_everywhere(model):
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
+
+
+def refusals_before_any_collective(rank, folder):
+    with pytest.raises(TopologyError, match="rank 0 of 1"):
+        windows(streaming_dataset(folder, topology=Topology(0, 1)))
+    with pytest.raises(PlanError, match="uneven"):
+        windows(streaming_dataset(folder, tail="uneven"))
+    with pytest.raises(PlanError, match="did you mean 'lm'"):
+        windows(streaming_dataset(folder), heads=["lmm"])
+
+
+def counts_of_2_to_the_31_and_more(rank, folder):
+    batches = fake_window(COUNTS["2/0/5"], rank)
+    batches[0].valid_tokens["lm"] = torch.tensor([2**31, 2**40 + rank])
+    [window] = windows(batches)
+    assert window.targets == {"lm": 3 * 2**31 + 3 * 2**40 + 3}
+    assert window.scale == {"lm": 3 / (3 * 2**31 + 3 * 2**40 + 3)}
+
+
+def a_window_without_targets_is_skipped_alike(rank, folder):
+    """Then one with targets: the scaler, too, goes on."""
+    nothing, something = {"lm": [[0], [0], [0]]}, COUNTS["2/0/5"]
+    model = TwoHeads(nothing, torch.float32)
+    wrapped, before = DistributedDataParallel(model), copy.deepcopy(model.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    stepped = []
+    for window in windows([*fake_window(nothing, rank, torch.float32), *fake_window(something, rank, torch.float32)]):
+        for micro in window.micro_batches(wrapped):
+            loss = window.loss(lm=head_sums(wrapped, micro)["lm"])
+            scaler.scale(loss).backward()
+        if not window.has_targets:
+            assert float(loss) == 0.0
+            assert all(not gradient.any() for gradient in gradients_of(model))
+        stepped.append(window.step(optimizer, scaler))
+        optimizer.zero_grad()
+        if len(stepped) == 1:
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert stepped == [False, True]
+    assert not all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def a_mean_over_no_targets_is_an_exact_zero(rank, folder):
+    """A user's mean is nan on the rank without targets: what it gives back is 0, and so are its gradients."""
+    counts = COUNTS["2/0/5"]
+    model = TwoHeads(counts)
+    wrapped = DistributedDataParallel(model)
+    [window] = windows(fake_window(counts, rank))
+    for micro in window.micro_batches(wrapped):
+        logits, labels = wrapped(micro["x"])["lm"].flatten(0, 1), micro["lm"].flatten()
+        mean = F.cross_entropy(logits, labels, ignore_index=-100)
+        assert bool(mean.isnan()) == (rank == 1)
+        window.loss(lm=mean * (labels != -100).sum()).backward()
+    assert relative_error(gradients_of(model), reference(counts, torch.float64)[0]) <= 1e-12
+
+
+def terms_that_are_means_already(rank, folder):
+    """2 micro-batches on each of 3 ranks: the mean of six."""
+    counts = COUNTS["3/0/11, two heads"]
+    model = same_everywhere(nn.Linear(1, 1, bias=False))
+    wrapped = DistributedDataParallel(model)
+    [window] = windows(fake_window(counts, rank))
+    for micro in window.micro_batches(wrapped):
+        value = torch.full((1, 1), float(10 * rank + micro.micro_index)).double()
+        window.mean_loss(wrapped(value).sum()).backward()
+    assert model.weight.grad.item() == pytest.approx((0 + 1 + 10 + 11 + 20 + 21) / 6, rel=1e-12)
+
+
+def constant_counts_need_no_communication(rank, folder):
+    class Packed:
+        dataset = None
+
+        def constant_targets(self, place):
+            return {"lm": 24} if place.window_index == 0 else None
+
+    packed = Packed()
+    packed.dataset = packed
+    counts = {"lm": [[8], [8], [8]]}
+    Packed.__iter__ = lambda self: iter(
+        [*fake_window(counts, rank), *fake_window(COUNTS["2/0/5"], rank, window_index=1)]
+    )
+    driven = windows(packed, heads=["lm"])
+    with profile() as collectives:
+        first = next(driven)
+    assert (first.targets, first.num_samples, first.num_micro_batches) == ({"lm": 24}, 9, 3)
+    assert len(collectives) == 1  # of the window ahead, which is not constant
+    assert next(driven).targets == {"lm": 7}
+
+
+class profile:  # noqa: N801 - reads as what it is
+    """Counts the collectives that are issued through ``torch.distributed``."""
+
+    def __enter__(self):
+        self.issued, self.all_reduce = [], dist.all_reduce
+        dist.all_reduce = lambda *args, **kwargs: self.issued.append(args) or self.all_reduce(*args, **kwargs)
+        return self.issued
+
+    def __exit__(self, *_):
+        dist.all_reduce = self.all_reduce
+
+
+THREE_RANKS = [
+    ddp_equals_one_process,
+    wrong_formulas_fail_the_same_check,
+    weighted_heads,
+    real_data_with_a_padded_tail,
+    refusals_before_any_collective,
+    counts_of_2_to_the_31_and_more,
+    a_window_without_targets_is_skipped_alike,
+    a_mean_over_no_targets_is_an_exact_zero,
+    terms_that_are_means_already,
+    constant_counts_need_no_communication,
+]
+
+
+@pytest.fixture(scope="module")
+def three_ranks(tmp_path_factory):
+    return run_checks(THREE_RANKS, 3, str(tmp_path_factory.mktemp("three")))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in THREE_RANKS])
+def test_on_three_ranks(three_ranks, name):
+    assert three_ranks[name] == [""] * 3, "\n".join(three_ranks[name])
+
+
+# ---------------------------------------------------------------------------------------------------- two ranks
+
+
+def fsdp2_equals_one_process(rank, folder):
+    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
+    for sync in ("each", "last", None):
+        for dtype in BOUNDS:
+            model = TwoHeads(counts, dtype)
+            for head in model.heads.values():
+                fully_shard(head)
+            fully_shard(model)
+            found = step_with(model, fake_window(counts, rank, dtype), right, options={"sync": sync})
+            check([[tensor.full_tensor() for tensor in tensors] for tensors in found], counts, dtype)
+
+
+def a_communication_hook_that_sums(rank, folder):
+    counts = {"lm": [[3, 1], [0, 7]]}
+    for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
+        model = TwoHeads(counts)
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, summing_hook)
+        found, _ = step_with(model, fake_window(counts, rank), right, options={"gradients": gradients}, wrapped=wrapped)
+        expected = [factor * gradient for gradient in reference(counts, torch.float64)[0]]
+        assert relative_error(found, expected) <= 1e-12
+
+
+def summing_hook(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def c48_global_mean(rank, folder):
+    """Valid tokens (3, 1) and (8, 4), loss sums (6, 5) and (8, 2): 21 / 16."""
+    counts = {"lm": [[3, 1], [8, 4]]}
+    loss_sums = [[6.0, 5.0], [8.0, 2.0]][rank]
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    wrapped = DistributedDataParallel(model)
+    [window] = windows(fake_window(counts, rank))
+    assert window.targets == {"lm": 16}
+    assert window.scale == {"lm": 2 / 16}
+    for micro in window.micro_batches(wrapped):
+        loss_sum = wrapped(torch.tensor([[loss_sums[micro.micro_index]]]).double()).sum()
+        window.loss(lm=loss_sum).backward()
+    assert model.weight.grad.item() == pytest.approx(21 / 16, rel=1e-12)
+
+
+def c50_synchronised_in_short_windows_too(rank, folder):
+    """Two ranks with window gradients 4.0 and 7.0 end with 5.5 on both, for 2 micro-batches and for 1."""
+    counts = {"lm": [[4, 4], [4, 4]]}
+    short = {"lm": [[4], [4]]}
+    model = nn.Linear(1, 1, bias=False).double()
+    wrapped = DistributedDataParallel(model)
+    flags = []
+    for window in windows([*fake_window(counts, rank), *fake_window(counts, rank), *fake_window(short, rank)]):
+        for micro in window.micro_batches(wrapped):
+            flags.append(micro.is_last_in_window)
+            assert wrapped.require_backward_grad_sync == micro.is_last_in_window
+            value = torch.full((1, 1), [4.0, 7.0][rank]).double()
+            (wrapped(value).sum() / len(window.batches)).backward()
+        assert model.weight.grad.item() == pytest.approx(5.5, rel=1e-12)
+        wrapped.zero_grad()
+    assert [index for index, flag in enumerate(flags) if flag] == [1, 3, 4]
+
+
+def synchronisation_is_restored(rank, folder):
+    counts = {"lm": [[1, 1, 1], [1, 1, 1]]}
+    model = TwoHeads(counts)
+    wrapped = DistributedDataParallel(model)
+    [window] = windows(fake_window(counts, rank))
+    for _ in window.micro_batches(wrapped):
+        break
+    assert wrapped.require_backward_grad_sync
+    with pytest.raises(KeyError, match="no such column"):
+        look_for_a_column(window, wrapped)
+    assert wrapped.require_backward_grad_sync
+    driven = windows(fake_window(counts, rank))
+    kept = next(driven).micro_batches(wrapped)
+    next(kept)
+    assert not wrapped.require_backward_grad_sync
+    driven.close()
+    assert wrapped.require_backward_grad_sync
+
+
+def look_for_a_column(window, wrapped):
+    for micro in window.micro_batches(wrapped):
+        assert not wrapped.require_backward_grad_sync
+        micro["no such column"]
+
+
+def a_static_graph_is_refused(rank, folder):
+    counts = {"lm": [[1, 1], [1, 1]]}
+    wrapped = DistributedDataParallel(TwoHeads(counts), static_graph=True)
+    [window] = windows(fake_window(counts, rank))
+    with pytest.raises(PlanError, match="static_graph"):
+        window.micro_batches(wrapped)
+
+
+def a_head_that_is_missing_is_named(rank, folder):
+    """Before anything is communicated for it: no other rank need take part in this check."""
+    counts = COUNTS["3/0/11, two heads"]
+    model = TwoHeads(counts)
+    [window] = windows(fake_window({head: rows[:2] for head, rows in counts.items()}, rank))
+    for micro in window.micro_batches(model):
+        sums = head_sums(model, micro)
+        with pytest.raises(DesyncError, match=rf"head 'aux' has no loss on rank {rank}"):
+            window.loss(lm=sums["lm"])
+        with pytest.raises(DesyncError, match=rf"head 'aux' is not in the graph on rank {rank}"):
+            window.loss(lm=sums["lm"], aux=torch.zeros(()))
+        with pytest.raises(PlanError, match=r"no head 'axu'.*did you mean 'aux'"):
+            window.loss(lm=sums["lm"], axu=sums["aux"])
+        window.loss(**sums)
+
+
+def a_micro_batch_passed_over_is_noticed(rank, folder):
+    counts = {"lm": [[1, 1, 1], [1, 1, 1]]}
+    model = TwoHeads(counts)
+    [window] = windows(fake_window(counts, rank))
+    with pytest.raises(DesyncError, match=f"rank {rank} went past a micro-batch"):
+        go_past_the_second(window, model)
+
+
+def go_past_the_second(window, model):
+    for micro in window.micro_batches(model):
+        if micro.micro_index != 1:
+            window.loss(**head_sums(model, micro)).backward()
+
+
+def a_rank_that_does_not_come(rank, folder):
+    counts = {"lm": [[1], [1]]}
+    driven = windows(fake_window(counts, rank) if rank == 0 else [], timeout_s=1.0)
+    if rank == 0:
+        with pytest.raises(DesyncError, match=r"targets of window 0 \(position 0\).*within 1 s"):
+            next(driven)
+
+
+TWO_RANKS = [
+    fsdp2_equals_one_process,
+    a_communication_hook_that_sums,
+    c48_global_mean,
+    c50_synchronised_in_short_windows_too,
+    synchronisation_is_restored,
+    a_static_graph_is_refused,
+    a_head_that_is_missing_is_named,
+    a_micro_batch_passed_over_is_noticed,
+    a_rank_that_does_not_come,
+]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return run_checks(TWO_RANKS, 2, str(tmp_path_factory.mktemp("two")))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in TWO_RANKS])
+def test_on_two_ranks(two_ranks, name):
+    assert two_ranks[name] == [""] * 2, "\n".join(two_ranks[name])
+
+
+# ---------------------------------------------------------------------------------------------------- four ranks
+
+
+def a_mesh_with_tensor_parallel_peers(rank, folder):
+    """Peers in the mesh's second dimension hold the same data: it counts once, whoever averages over it."""
+    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data_rank = mesh.get_local_rank("dp")
+    for group in (mesh.get_group("dp"), None):
+        model = TwoHeads(counts)
+        wrapped = DistributedDataParallel(model, process_group=group)
+        check(
+            step_with(model, fake_window(counts, data_rank), right, options={"mesh": mesh}, wrapped=wrapped),
+            counts,
+            torch.float64,
+        )
+    [window] = windows(fake_window(counts, data_rank), group=mesh.get_group("dp"))
+    assert (window.targets, window.num_averaged) == ({"aux": 5, "lm": 3}, 2)
+
+
+def hsdp_equals_one_process(rank, folder):
+    counts = {"lm": [[1, 2], [0, 0], [4, 1], [0, 9]]}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for sync in (None, "last"):
+        model = TwoHeads(counts)
+        fully_shard(model, mesh=mesh)
+        options = {"mesh": mesh, "mesh_dim": ("replicate", "shard"), "sync": sync}
+        found = step_with(model, fake_window(counts, rank), right, options=options)
+        check([[tensor.full_tensor() for tensor in tensors] for tensors in found], counts, torch.float64)
+
+
+FOUR_RANKS = [a_mesh_with_tensor_parallel_peers, hsdp_equals_one_process]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tmp_path_factory):
+    return run_checks(FOUR_RANKS, 4, str(tmp_path_factory.mktemp("four")))
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in FOUR_RANKS])
+def test_on_four_ranks(four_ranks, name):
+    assert four_ranks[name] == [""] * 4, "\n".join(four_ranks[name])
