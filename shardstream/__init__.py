@@ -22,6 +22,7 @@ from shardstream.errors import (
 )
 
 if TYPE_CHECKING:
+    from shardstream.batching import BatchPlan, plan_batch, replan
     from shardstream.cursor import Cursor
     from shardstream.index import build_manifest
     from shardstream.manifest import Manifest
@@ -31,6 +32,7 @@ else:
     # In the else branch, so that type checkers see the names above only and find typos.
     _MODULES = {
         "Batch": "shardstream.torch",
+        "BatchPlan": "shardstream.batching",
         "Cursor": "shardstream.cursor",
         "EpochOrder": "shardstream.order",
         "Manifest": "shardstream.manifest",
@@ -39,6 +41,8 @@ else:
         "StreamingLoader": "shardstream.torch",
         "Topology": "shardstream.torch",
         "build_manifest": "shardstream.index",
+        "plan_batch": "shardstream.batching",
+        "replan": "shardstream.batching",
     }
 
     def __getattr__(name: str) -> object:
@@ -55,6 +59,7 @@ else:
 
 __all__ = [
     "Batch",
+    "BatchPlan",
     "Cursor",
     "CursorError",
     "DecodeError",
@@ -74,4 +79,6 @@ __all__ = [
     "TopologyError",
     "__version__",
     "build_manifest",
+    "plan_batch",
+    "replan",
 ]

@@ -200,7 +200,8 @@ class Plan:
 
         Args:
             cursor: From a checkpoint.
-            allow_batch_change: Accept another global batch; a new grid of windows begins at the cursor.
+            allow_batch_change: Accept another global batch; a new grid of windows begins at the cursor. Warns that
+                learning rate and warm-up are not changed with it.
 
         Returns:
             The plan with the cursor's lanes, and the cursor in terms of this plan.
@@ -224,6 +225,14 @@ class Plan:
         if (cursor.position - mine.grid_start) % self.global_batch:
             expected = f"{cursor.grid_start} + a multiple of {self.global_batch}"
             raise CursorError("the cursor is not at the start of a window", expected=expected, found=cursor.position)
+        if is_other_batch:
+            warnings.warn(
+                f"the global batch changes from {cursor.global_batch} to {self.global_batch} samples at position "
+                f"{cursor.position} of epoch {cursor.epoch}: learning rate and warm-up, which were set for the old "
+                "one, are another problem now; to keep it, change accumulate with the world size",
+                ShardStreamWarning,
+                stacklevel=3,
+            )
         # A larger batch may leave no window in this epoch (tail="drop"): then the next one is where to go on.
         return plan, mine.advanced(0, num_positions=self.num_positions) if is_other_batch else mine
 

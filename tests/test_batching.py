@@ -6,7 +6,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shardstream.batching import nearest_world_sizes, resolve_accumulate
+from shardstream.batching import (
+    BatchPlan,
+    data_parallel_size,
+    nearest_world_sizes,
+    plan_batch,
+    replan,
+    resolve_accumulate,
+    sequences_in,
+    training_state_bytes,
+)
 from shardstream.errors import PlanError
 
 
@@ -119,3 +128,79 @@ def test_the_nearest_world_sizes_divide_the_global_batch(global_batch, world_siz
     assume(fits)
     below, above = [p for p in fits if p <= world_size], [p for p in fits if p >= world_size]
     assert nearest == sorted({*below[-1:], *above[:1]})
+
+
+# ---------------------------------------------------------------------------------------------------------- the planner
+
+
+@given(st.integers(1, 2000), st.integers(1, 64), st.integers(1, 32))
+def test_a_plan_keeps_the_global_batch_with_the_largest_micro_batch_that_fits(share, world_size, most):
+    plan = plan_batch(global_batch=share * world_size, world_size=world_size, max_micro_batch=most)
+    assert plan.global_batch == share * world_size
+    assert plan.accumulate == resolve_accumulate(
+        world_size=world_size, batch_size=plan.micro_batch, global_batch=share * world_size
+    )
+    fits = [micro for micro in range(1, min(share, most) + 1) if share % micro == 0]
+    assert plan.micro_batch == fits[-1]
+    assert plan.alternatives == tuple((micro, share // micro) for micro in reversed(fits[:-1]))
+    for batch in plan.fuller_batches:
+        assert plan_batch(global_batch=batch, world_size=world_size, max_micro_batch=most).micro_batch == most
+
+
+@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 8), sizes)
+def test_a_resize_keeps_the_global_batch_or_names_world_sizes_that_do(share, world_size, most, resized):
+    before = plan_batch(global_batch=share * world_size, world_size=world_size, max_micro_batch=most)
+    try:
+        after = replan(before, resized)
+    except PlanError as error:
+        named = re.search(r"a world size of (\d+)(?: or (\d+))?, or global_batch=(\d+)", str(error))
+        for number in filter(None, named.groups()[:2]):
+            assert replan(before, int(number)).global_batch == before.global_batch
+        assert before.global_batch % resized
+    else:
+        assert (after.global_batch, after.world_size) == (before.global_batch, resized)
+
+
+def test_the_worked_example_of_the_docs():
+    world_size = data_parallel_size(8 * 1 * 16 * 64, tensor=8, context=1, pipeline=16)
+    sequences = sequences_in(16 * 2**20, 4096)
+    before = plan_batch(global_batch=sequences, world_size=world_size, max_micro_batch=1, sequence_length=4096)
+    assert (before.world_size, before.tokens) == (64, 16_777_216)
+    assert before.at(32).tokens == 8_388_608
+    after = replan(before, 32)
+    assert (after.tokens, after.micro_batch, after.accumulate) == (16_777_216, 1, 2 * before.accumulate)
+    assert training_state_bytes(7 * 10**9) == 112 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: plan_batch(global_batch=0, world_size=1, max_micro_batch=1),
+            "global_batch must be at least 1: found 0",
+        ),
+        (lambda: plan_batch(global_batch=1, world_size=1, max_micro_batch=0), "max_micro_batch must be at least 1"),
+        (
+            lambda: plan_batch(global_batch=4, world_size=6, max_micro_batch=1),
+            (
+                "a global batch of 4 cannot be shared by 6 ranks: expected a multiple of 6; "
+                "use a world size of 4, or global_batch=6"
+            ),
+        ),
+        (lambda: BatchPlan(1, 2, 1, 1), "the micro-batch does not fit: expected <= 1, found 2"),
+        (lambda: BatchPlan(1, 1, 1, 1, 0), "sequence_length must be at least 1: found 0"),
+        (lambda: sequences_in(1000, 300), "1000 tokens are no whole number of sequences of 300; use 900 or 1200"),
+        (
+            lambda: data_parallel_size(100, tensor=8),
+            (
+                "100 devices are no whole number of data-parallel ranks: expected a multiple of "
+                "8 tensor x 1 pipeline x 1 context = 8; use 96 or 104 devices"
+            ),
+        ),
+        (lambda: data_parallel_size(8, tensor=0), "tensor must be at least 1: found 0"),
+        (lambda: training_state_bytes(-1), "must not be negative: found -1"),
+    ],
+)
+def test_impossible_plans_are_refused(call, message):
+    with pytest.raises(PlanError, match=re.escape(message)):
+        call()

@@ -13,6 +13,7 @@ from shardstream import errors
 
 PUBLIC = [
     "Batch",
+    "BatchPlan",
     "Cursor",
     "CursorError",
     "DecodeError",
@@ -32,6 +33,8 @@ PUBLIC = [
     "TopologyError",
     "__version__",
     "build_manifest",
+    "plan_batch",
+    "replan",
 ]
 
 

@@ -339,7 +339,10 @@ def test_lanes_are_taken_from_the_cursor():
 
 def test_a_changed_global_batch_begins_a_new_grid():
     cursor = plan_of(global_batch=8, lanes=4).cursor(1, 24)
-    plan, start = plan_of(global_batch=10, lanes=4).resume(cursor, allow_batch_change=True)
+    with pytest.warns(
+        ShardStreamWarning, match="from 8 to 10 samples at position 24 of epoch 1: learning rate and warm"
+    ):
+        plan, start = plan_of(global_batch=10, lanes=4).resume(cursor, allow_batch_change=True)
     assert (start.epoch, start.position, start.grid_start, start.global_batch) == (1, 24, 24, 10)
     batches = batches_of(plan, 0, start)
     assert sorted(position for batch in batches for position in real_of(batch)) == list(range(24, 63))
@@ -353,7 +356,8 @@ def test_a_changed_global_batch_begins_a_new_grid():
 
 def test_a_larger_batch_that_no_window_is_left_for_goes_on_in_the_next_epoch():
     cursor = plan_of(global_batch=4, tail="drop", lanes=2).cursor(0, 56)
-    plan, start = plan_of(global_batch=8, tail="drop").resume(cursor, allow_batch_change=True)
+    with pytest.warns(ShardStreamWarning, match="learning rate"):
+        plan, start = plan_of(global_batch=8, tail="drop").resume(cursor, allow_batch_change=True)
     assert (start, start.lanes) == (plan.cursor(1), 2)
     assert batches_of(plan, 0, start)
 
