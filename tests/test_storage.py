@@ -259,6 +259,17 @@ def test_a_server_without_ranges_is_named(server):
         storage.read_range(server.url + "/no-ranges", 10, 20)
 
 
+@pytest.mark.parametrize(
+    "read", [storage.stat, storage.kind_of, lambda url, options: storage.read_range(url, 0, 5, options)]
+)
+def test_a_server_that_says_nothing_is_given_up(read):
+    """Case C46: a limit instead of a silent hang."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        with pytest.raises(ReadError, match=r"a\.tar.*Timeout"):
+            read(url, {"retry_timeout_s": 0.1})
+
+
 def test_streams_read_each_byte_once(server):
     with storage.open_source(server.url + "/good", ahead_num_bytes=1000) as file:
         assert file.read() == DATA
