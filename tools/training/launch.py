@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, final
+from typing import IO, TypeVar, final
 
 import psutil
 
@@ -17,6 +17,8 @@ from tools.training.metrics import Metrics, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "tools" / "train.py"
+T = TypeVar("T")
+
 _NUM_TAIL_LINES = 25
 _POLL_S = 0.03
 
@@ -103,45 +105,55 @@ class Torchrun:
         """Returns the lines of metrics since this was started."""
         return read_metrics(self.run)[self._num_before :]
 
-    def wait_for(self, reached: Callable[[Metrics], bool], timeout_s: float = 120.0) -> Metrics:
-        """Waits for the first line of metrics for which ``reached`` is true, and returns it.
+    def wait_for(self, step: int = 1, attempt: int = 0, idle_s: float = 120.0) -> Metrics:
+        """Waits for the first line of metrics that is from this step and attempt or a later one, and returns it.
 
         Raises:
-            LaunchError: If the run ends before, or does not come so far in ``timeout_s``.
+            LaunchError: If the run ends before, or makes no step for ``idle_s``.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            ended = self._process.poll() is not None
-            line = next(filter(reached, self.metrics()), None)
-            if line is not None:
-                return line
-            if ended or time.monotonic() > deadline:
-                raise self._failed("ended before it came so far" if ended else f"not so far in {timeout_s:.0f} s")
-            time.sleep(_POLL_S)
+
+        def reached() -> Metrics | None:
+            has_ended = self._process.poll() is not None
+            lines = (line for line in self.metrics() if line["step"] >= step and line["attempt"] >= attempt)
+            line = next(lines, None)
+            if line is None and has_ended:
+                raise self._failed("ended before it came so far")
+            return line
+
+        return self._watch(reached, idle_s)
 
     def kill_rank(self, rank: int) -> None:
         """Kills the process of a rank as a crash would: SIGKILL."""
         os.kill(int((self.run / "pids" / f"rank-{rank}").read_text()), signal.SIGKILL)
 
-    def stop(self, timeout_s: float = 60.0) -> None:
-        """Asks the run to save and stop (SIGTERM to torchrun, which hands it on), and waits until it has."""
-        self._process.send_signal(signal.SIGTERM)
-        self._end(timeout_s)
+    def stop(self, idle_s: float = 60.0) -> None:
+        """Asks the run to save and stop (SIGTERM to torchrun, which hands it on), and waits until it has.
 
-    def finish(self, timeout_s: float = 180.0) -> None:
+        Raises:
+            LaunchError: If it still runs after ``idle_s``.
+        """
+        self._process.send_signal(signal.SIGTERM)
+        self._watch(self._process.poll, idle_s)
+
+    def finish(self, idle_s: float = 120.0) -> None:
         """Waits for the end of the run.
 
         Raises:
-            LaunchError: If it fails or is not there in ``timeout_s``.
+            LaunchError: If it fails, or makes no step for ``idle_s``.
         """
-        if self._end(timeout_s):
+        if self._watch(self._process.poll, idle_s):
             raise self._failed(f"exited with {self._process.returncode}")
 
-    def _end(self, timeout_s: float) -> int:
-        try:
-            return self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise self._failed(f"still ran after {timeout_s:.0f} s") from None
+    def _watch(self, reached: Callable[[], T | None], idle_s: float) -> T:
+        """Waits until ``reached`` returns something; every step that the run makes gives it new time."""
+        num_steps, deadline = 0, time.monotonic() + idle_s
+        while (result := reached()) is None:
+            if len(self.metrics()) > num_steps:
+                num_steps, deadline = len(self.metrics()), time.monotonic() + idle_s
+            elif time.monotonic() > deadline:
+                raise self._failed(f"made no step for {idle_s:.0f} s")
+            time.sleep(_POLL_S)
+        return result
 
     def _failed(self, why: str) -> LaunchError:
         self._file.flush()

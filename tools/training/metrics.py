@@ -43,9 +43,10 @@ def plot_losses(metrics: list[Metrics], path: Path, title: str) -> None:
     for attempt, lines in groupby(metrics, key=lambda line: line["attempt"]):
         own = list(lines)
         label = f"attempt {attempt}: {own[0]['world_size']} ranks, steps {own[0]['step']} to {own[-1]['step']}"
+        # Earlier attempts are drawn wider: where a later one makes the same steps again, both are seen.
         steps = [line["step"] for line in own]
         losses = [float("nan") if line["loss"] is None else line["loss"] for line in own]
-        (drawn,) = axes.plot(steps, losses, marker=".", markersize=4, label=label)
+        (drawn,) = axes.plot(steps, losses, marker=".", markersize=4, linewidth=max(1.5, 5 - 2 * attempt), label=label)
         if attempt:
             axes.axvline(own[0]["step"] - 1, color=drawn.get_color(), linestyle="--", linewidth=1)
     axes.set(title=title, xlabel="step (global batches trained on)", ylabel="loss per target, nats")
