@@ -1,0 +1,104 @@
+"""shardstream itself: Parquet, tar and ``.tar.zst``, in the rank's process or with workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tools.bench.case import Case
+from tools.bench.contract import Contract
+from tools.bench.measuring import Reader
+from tools.bench.workloads import workload
+
+if TYPE_CHECKING:
+    from shardstream.torch import Batch, StreamingDataset
+
+
+class ShardstreamReader(Reader):
+    """Options of a case: ``form`` ("parquet"), ``loader`` ("none", "torch" or "streaming"), ``fields``, and keywords.
+
+    ``fields`` leaves a tar's values as the list of bytes that the library delivers; without it they are joined into the
+    contract's flat tensor. ``dataset`` and ``loader_options`` are passed on as keywords.
+    """
+
+    package = "shardstream.torch"
+    repeats = True
+
+    def manifest(self, name: str, form: str) -> Path:
+        """Returns where the manifest of a form lies."""
+        return self.folders.data / name / f"{form}.manifest.parquet"
+
+    def dataset(self, case: Case) -> StreamingDataset:
+        """Returns the dataset of a case."""
+        from shardstream.fetch import Reading
+        from shardstream.torch import StreamingDataset, Topology
+
+        form = case.options.get("form", "parquet")
+        load = workload(case.workload)
+        return StreamingDataset(
+            self.manifest(case.workload, form),
+            batch_size=case.batch_size,
+            seed=7,
+            columns=["id", load.column] if form == "parquet" else [load.suffix],
+            topology=Topology(case.rank, case.world_size),
+            reading=Reading(num_threads=case.num_threads, **case.options.get("reading", {})),
+            **case.options.get("dataset", {}),
+        )
+
+    def open(self, case: Case) -> Iterable[Contract]:
+        """Returns the rank's batches under the contract."""
+        from torch.utils.data import DataLoader
+
+        from shardstream.torch import StreamingLoader
+
+        dataset = self.dataset(case)
+        batches: Iterable[Batch] = dataset
+        options: dict[str, Any] = {"num_workers": case.num_workers, **case.options.get("loader_options", {})}
+        loader = case.options.get("loader", "none")
+        if loader == "streaming":
+            batches = StreamingLoader(dataset, **options)
+        elif loader == "torch":
+            batches = DataLoader(dataset, batch_size=None, **options)
+        load, is_parquet = workload(case.workload), case.options.get("form", "parquet") == "parquet"
+        if is_parquet and case.workload == "T":
+            return _Converted(batches, _from_ragged)
+        column = load.column if is_parquet else load.suffix
+        return _Converted(batches, _Bytes(column, case.workload, keeps_fields=case.options.get("fields", False)))
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """Batches under the contract; each iteration is a pass of the dataset or loader."""
+
+    batches: Iterable[Batch]
+    convert: Any
+
+    def __iter__(self) -> Iterator[Contract]:
+        return map(self.convert, self.batches)
+
+
+def _from_ragged(batch: Batch) -> Contract:
+    tokens = batch["tokens"]
+    return {"ids": batch["id"], "lengths": tokens.lengths, "data": tokens.values}
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Joins a list of bytes into the flat tensor. Ids are ordinals in manifest order, as they are in the data."""
+
+    column: str
+    workload: str
+    keeps_fields: bool
+
+    def __call__(self, batch: Batch) -> Contract:
+        import torch
+
+        values: list[bytes] = batch[self.column]
+        dtype = torch.int32 if self.workload == "T" else torch.uint8
+        lengths = torch.tensor([len(value) // dtype.itemsize for value in values])
+        if self.keeps_fields:
+            return {"ids": batch.sample_ids, "lengths": lengths}
+        data = torch.frombuffer(bytearray().join(values), dtype=dtype)
+        return {"ids": batch.sample_ids, "lengths": lengths, "data": data}

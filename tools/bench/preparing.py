@@ -1,0 +1,68 @@
+"""Prepares everything that cases read: forms of the workloads, manifests, and the peers' own formats."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tools.bench import data
+from tools.bench.case import Case, Folders
+from tools.bench.child import PREPARE
+from tools.bench.runs import run_fresh
+from tools.bench.workloads import workload
+
+MANIFEST_FORMS = ("parquet", "tar", "tar.zst")
+
+
+def prepare_data(folders: Folders, loads: Sequence[str], scale: float, say: Callable[[str], None]) -> None:
+    """Writes the common forms and shardstream's manifests; what is there is left alone."""
+    for name in loads:
+        load = workload(name, scale)
+        for form in data.FORMS:
+            folder = folders.data / name / form
+            if form == "tar.zst" and name == "I":
+                continue  # random bytes do not shrink
+            if data.write_form(load, form, folder):
+                say(f"wrote {name} as {form}")
+            if form in MANIFEST_FORMS:
+                write_manifest(folder, folders.data / name / f"{form}.manifest.parquet", say)
+
+
+def write_manifest(folder: Path, manifest: Path, say: Callable[[str], None]) -> None:
+    """Indexes a folder of shards, unless a manifest of this version is there."""
+    from shardstream import Manifest, ManifestError, ShardStreamWarning, build_manifest
+
+    try:
+        Manifest.load(manifest)
+    except ManifestError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShardStreamWarning)  # large blocks are what some cases are about
+            built = build_manifest(str(folder), manifest, overwrite=True, num_workers=0)
+        say(f"indexed {folder.parent.name}/{folder.name}: {built.num_samples:,} samples, {built.num_blocks:,} blocks")
+
+
+def prepare_large(folders: Folders, scale: float, say: Callable[[str], None]) -> None:
+    """Writes the two large blocks of the memory suite: 1.2 GB and 2 GB."""
+    for name, write in (("big-group", data.write_big_group), ("big-frame", data.write_big_frame)):
+        if write(folders.data / "large" / name, scale):
+            say(f"wrote {name}")
+        write_manifest(folders.data / "large" / name, folders.data / "large" / f"{name}.manifest.parquet", say)
+
+
+def prepare_many(folders: Folders, scale: float, say: Callable[[str], None]) -> None:
+    """Writes the 10,000 shards of 100 blocks for the time to the first batch."""
+    if data.write_many(folders.data / "many" / "parquet", scale):
+        say("wrote the many shards")
+    write_manifest(folders.data / "many" / "parquet", folders.data / "many" / "parquet.manifest.parquet", say)
+
+
+def prepare_peers(
+    folders: Folders, peers: Sequence[str], loads: Sequence[str], scale: float, say: Callable[[str], None]
+) -> None:
+    """Writes each installed peer's own format, in its own environment."""
+    for peer in peers:
+        for name in loads:
+            outcome = run_fresh(Case(f"prepare {peer} {name}", peer, name, options={PREPARE: scale}), folders)
+            seconds = outcome.get("metrics", {}).get("prepare_s")
+            say(f"{peer} {name}: {outcome.get('skipped') or outcome.get('error') or f'{seconds:.1f} s'}")

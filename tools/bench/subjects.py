@@ -1,0 +1,37 @@
+"""All subjects, by name. They are loaded when they are used: each needs other packages."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from tools.bench.case import Folders
+from tools.bench.measuring import Subject
+
+SUBJECTS = {
+    "shardstream": "tools.bench.adapters.shardstream_reader:ShardstreamReader",
+    "limit-parquet": "tools.bench.limits.parquet:ParquetLimit",
+    "limit-tar": "tools.bench.limits.tar:TarLimit",
+    "limit-zstd": "tools.bench.limits.tar:ZstdLimit",
+    "limit-transport": "tools.bench.limits.transport:TransportLimit",
+}
+PEERS: dict[str, str] = {}
+
+
+def load_subject(name: str, folders: Folders) -> Subject:
+    """Returns a subject; its own packages are imported only when it measures or prepares."""
+    module, _, attribute = {**SUBJECTS, **PEERS}[name].partition(":")
+    subject = getattr(import_module(module), attribute)(folders)
+    if not isinstance(subject, Subject):
+        raise TypeError(f"{name} is no subject: {subject!r}")
+    return subject
+
+
+def interpreter(subject: Subject, root: Path) -> str:
+    """Returns the Python that runs a subject: the peers' environment where there is one, else this one."""
+    if subject.is_peer:
+        python = root / (subject.environment_name or "venv") / "bin" / "python"
+        if python.exists():
+            return str(python)
+    return sys.executable

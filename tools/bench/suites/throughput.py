@@ -1,0 +1,57 @@
+"""Samples per second: limits, shardstream and peers."""
+
+from __future__ import annotations
+
+from tools.bench.case import Case
+
+
+def throughput() -> list[Case]:
+    """Returns all cases of the suite."""
+    return [*_parquet_text(), *_workers(), *_tars()]
+
+
+def _parquet_text() -> list[Case]:
+    cases = []
+    for threads in (1, 2):
+        name = f"{threads} thread{'s' * (threads > 1)}"
+        cases += [
+            Case(f"limit: Parquet decoded, {name}", "limit-parquet", num_threads=threads, options={"kind": "decode"}),
+            Case(f"limit: Parquet shuffled, {name}", "limit-parquet", num_threads=threads, options={"kind": "shuffle"}),
+            Case(f"shardstream Parquet, {name}", "shardstream", num_threads=threads),
+            Case(f"shardstream Parquet, {name}, 1 of 8 ranks", "shardstream", num_threads=threads, world_size=8),
+        ]
+    return cases
+
+
+def _workers() -> list[Case]:
+    cases = [
+        Case(f"limit: transport {load}, {n} tensor{'s' * (n > 1)}", "limit-transport", load, 2, options=_tensors(n))
+        for load in "TI"
+        for n in (1, 3)
+    ]
+    for loader, name in (("torch", "DataLoader"), ("streaming", "StreamingLoader")):
+        cases.append(Case(f"shardstream Parquet, {name}, 2 workers", "shardstream", "T", 2, options={"loader": loader}))
+    return cases
+
+
+def _tensors(num_tensors: int) -> dict[str, int]:
+    return {"num_tensors": num_tensors}
+
+
+def _tars() -> list[Case]:
+    tar, fields = {"form": "tar"}, {"form": "tar", "fields": True}
+    cases = [
+        Case("limit: tar T sliced", "limit-tar", "T"),
+        Case("limit: tar I sliced", "limit-tar", "I"),
+        Case("shardstream tar T", "shardstream", "T", options=tar),
+        Case("shardstream tar I", "shardstream", "I", options=tar),
+        Case("shardstream tar I, as bytes", "shardstream", "I", options=fields),
+    ]
+    for threads in (1, 2):
+        name = f"{threads} thread{'s' * (threads > 1)}"
+        zst = {"form": "tar.zst"}
+        cases += [
+            Case(f"limit: zstd frames, {name}", "limit-zstd", "T", num_threads=threads),
+            Case(f"shardstream tar.zst T, {name}", "shardstream", "T", num_threads=threads, options=zst),
+        ]
+    return cases
