@@ -7,6 +7,7 @@ from a rank that did, or parameters that are equal on exit would differ after th
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -88,7 +89,8 @@ class UnevenInputs:
     ) -> None:
         join, self._join = self._join, None
         assert join is not None  # noqa: S101 - narrows the type
-        join.__exit__(kind, error, traceback)
+        with warnings.catch_warnings():  # Join sets a filter for the whole process
+            join.__exit__(kind, error, traceback)
 
     def notify(self) -> None:
         """Tells the ranks that ran out that this one has another window.

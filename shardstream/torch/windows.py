@@ -178,13 +178,13 @@ class Window:
             model: The model as it is called: DDP, FSDP or a plain module, for which nothing is done.
 
         Raises:
-            PlanError: If the model is DDP with ``static_graph=True`` and there are several micro-batches.
+            PlanError: If there are several micro-batches, and the model is DDP with ``static_graph=True``, or sums
+                gradients after each.
             DesyncError: If the loop went past a micro-batch without ``loss``, as others do call it: their gradients
                 would pair with those of another step.
         """
-        if len(self.batches) > 1 and getattr(model, "static_graph", False):
-            hint = "use static_graph=False, accumulate=1, or windows(sync='each')"
-            raise PlanError("DDP with static_graph=True cannot leave out a synchronisation", hint=hint)
+        if len(self.batches) > 1 and _is_ddp(model):
+            self._driver.check_ddp(model)
         handed_out = self._hand_out(model)
         self._under_way.add(handed_out)
         return handed_out
@@ -217,7 +217,8 @@ class Window:
 
         Args:
             **sums: For *each* head the **sum** (not the mean) of its losses over the targets of this micro-batch, or
-                (sum, weight). Sums in half precision are scaled in float32.
+                (sum, weight). Rows that are ``is_padding`` have no targets: labels are masked there, but a loss
+                that reads no labels must leave them out. Sums in half precision are scaled in float32.
 
         Returns:
             A scalar.
@@ -233,7 +234,7 @@ class Window:
             value = sums[head]
             total, weight = value if isinstance(value, tuple) else (value, 1.0)
             terms.append(self._term(head, total, weight))
-        return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+        return sum(terms[1:], terms[0])
 
     def _term(self, head: str, total: Tensor, weight: float) -> Tensor:
         if total.dtype in (torch.float16, torch.bfloat16):
@@ -244,6 +245,9 @@ class Window:
         return torch.nan_to_num(total, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
 
     def _check_heads(self, sums: Mapping[str, LossSum]) -> None:
+        if not self.targets:
+            hint = "give StreamingDataset(targets={'lm': 'labels'}, shifted=...), or call mean_loss"
+            raise PlanError("the dataset counts no targets, which loss divides by", hint=hint)
         place = f"rank {self._driver.rank}, {self!r}"
         for name in sums:
             if name not in self.targets:
@@ -266,7 +270,8 @@ class Window:
     def mean_loss(self, value: Tensor) -> Tensor:
         """Returns what to call ``backward`` on for a term that is a mean already, such as a router's balance loss.
 
-        Added up and averaged over ranks it is the mean over the window's micro-batches and ranks.
+        Added up and averaged over ranks it is the mean over the window's micro-batches and ranks, each weighing the
+        same, those of a padded tail included.
 
         Args:
             value: A scalar of this micro-batch.
@@ -313,10 +318,9 @@ def _unknown_head(name: str, known: Iterable[str]) -> PlanError:
 @contextmanager
 def _synchronised(model: Any, sync: Sync | None, *, is_last: bool) -> Iterator[None]:
     """Withholds what need not be communicated before the last micro-batch, and restores it in any case."""
-    is_sharded = hasattr(model, "set_requires_gradient_sync")  # FSDP2, HSDP
     if is_last or model is None:
         yield
-    elif is_sharded:
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2, HSDP
         # Reduce-scatter each micro-batch, all-reduce over replicas (HSDP) the last one only.
         withhold = model.set_requires_gradient_sync if sync == "last" else model.set_requires_all_reduce
         withhold(False)  # noqa: FBT003 - FSDP2's interface
@@ -324,15 +328,15 @@ def _synchronised(model: Any, sync: Sync | None, *, is_last: bool) -> Iterator[N
             yield
         finally:
             withhold(True)  # noqa: FBT003
-    elif hasattr(model, "no_sync") and (sync == "last" or (sync is None and not _is_fsdp1(model))):
+    elif hasattr(model, "no_sync") and (sync == "last" or (sync is None and _is_ddp(model))):
         with model.no_sync():
             yield
     else:
         yield
 
 
-def _is_fsdp1(model: object) -> bool:
-    return hasattr(model, "summon_full_params")
+def _is_ddp(model: object) -> bool:
+    return hasattr(model, "require_backward_grad_sync")  # asked of the wrapped model by compiled ones
 
 
 class _Driver:
@@ -357,6 +361,15 @@ class _Driver:
             if heads is None:
                 raise PlanError("heads= must be named: a rank without any batch must know them, too")
             uneven.expect(len(WindowCounts.of([], heads).vector()))
+
+    def check_ddp(self, model: Any) -> None:
+        """Refuses what DDP cannot do with several micro-batches."""
+        if self.sync == "each" and self._gradients == "sum":
+            hint = "leave sync= out: gradients are then summed once, after the last micro-batch"
+            raise PlanError("DDP would sum what is summed already again after each micro-batch", hint=hint)
+        if self.sync != "each" and getattr(model, "static_graph", False):
+            hint = "use static_graph=False, accumulate=1, or windows(sync='each')"
+            raise PlanError("DDP with static_graph=True cannot leave out a synchronisation", hint=hint)
 
     def windows(self) -> Iterator[Window]:
         batches = iter(self._loader)

@@ -19,7 +19,16 @@ from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_t
 from shardstream.torch.windows import windows
 from tests.support.corpora import parquet_manifest
 from tests.support.processes import run_checks
-from tests.support.training import TwoHeads, fake_window, gradients_of, head_sums, relative_error, whole_window
+from tests.support.training import (
+    TokenModel,
+    TwoHeads,
+    fake_window,
+    gradients_of,
+    head_sums,
+    relative_error,
+    token_loss,
+    whole_window,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -134,7 +143,7 @@ def real_data_with_a_padded_tail(rank, folder):
     """14 documents of 0 to 4 tokens on 3 ranks x 2 x 2: a whole window, then one micro-batch with 4 rows of padding."""
     dataset = streaming_dataset(folder, accumulate=2)
     whole = iter(streaming_dataset(folder, batch_size=12, topology=Topology(0, 1)))
-    model = same_everywhere(nn.Sequential(nn.Embedding(40, 4), nn.Linear(4, 40)))
+    model = TokenModel()
     wrapped, loader, seen = DistributedDataParallel(model), StreamingLoader(dataset), []
     for window in windows(loader):
         start = loader.state_dict()
@@ -155,22 +164,10 @@ def real_data_with_a_padded_tail(rank, folder):
     assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (1, 0)
 
 
-def token_loss(model, batch):
-    logits = model(batch["input_ids"]).flatten(0, 1)
-    return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum", ignore_index=-100)
-
-
 def streaming_dataset(folder, **options):
     manifest = parquet_manifest(Path(folder) / f"rank{dist.get_rank()}", [9, 0, 5], 4)
     options = {"batch_size": 2, "seed": 3, "collate": pad_tokens("tokens", shift=False), **options}
     return StreamingDataset(manifest, targets={"lm": "labels"}, shifted=True, ignore_index=-100, **options)
-
-
-def same_everywhere(model):
-    generator = torch.Generator().manual_seed(1)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
 
 
 def refusals_before_any_collective(rank, folder):
@@ -203,7 +200,7 @@ def a_window_without_targets_is_skipped_alike(rank, folder):
             loss = window.loss(lm=head_sums(wrapped, micro)["lm"])
             scaler.scale(loss).backward()
         if not window.has_targets:
-            assert float(loss) == 0.0
+            assert float(loss.detach()) == 0.0
             assert all(not gradient.any() for gradient in gradients_of(model))
         stepped.append(window.step(optimizer, scaler))
         optimizer.zero_grad()
@@ -230,7 +227,7 @@ def a_mean_over_no_targets_is_an_exact_zero(rank, folder):
 def terms_that_are_means_already(rank, folder):
     """2 micro-batches on each of 3 ranks: the mean of six."""
     counts = COUNTS["3/0/11, two heads"]
-    model = same_everywhere(nn.Linear(1, 1, bias=False))
+    model = nn.Linear(1, 1, bias=False).double()
     wrapped = DistributedDataParallel(model)
     [window] = windows(fake_window(counts, rank))
     for micro in window.micro_batches(wrapped):
@@ -253,14 +250,14 @@ def constant_counts_need_no_communication(rank, folder):
         [*fake_window(counts, rank), *fake_window(COUNTS["2/0/5"], rank, window_index=1)]
     )
     driven = windows(packed, heads=["lm"])
-    with profile() as collectives:
+    with Collectives() as collectives:
         first = next(driven)
     assert (first.targets, first.num_samples, first.num_micro_batches) == ({"lm": 24}, 9, 3)
     assert len(collectives) == 1  # of the window ahead, which is not constant
     assert next(driven).targets == {"lm": 7}
 
 
-class profile:  # noqa: N801 - reads as what it is
+class Collectives:
     """Counts the collectives that are issued through ``torch.distributed``."""
 
     def __enter__(self):
@@ -386,12 +383,34 @@ def look_for_a_column(window, wrapped):
         micro["no such column"]
 
 
-def a_static_graph_is_refused(rank, folder):
+def what_ddp_cannot_do_is_refused(rank, folder):
     counts = {"lm": [[1, 1], [1, 1]]}
     wrapped = DistributedDataParallel(TwoHeads(counts), static_graph=True)
     [window] = windows(fake_window(counts, rank))
     with pytest.raises(PlanError, match="static_graph"):
         window.micro_batches(wrapped)
+    [window] = windows(fake_window(counts, rank), gradients="sum", sync="each")
+    with pytest.raises(PlanError, match="again after each micro-batch"):
+        window.micro_batches(DistributedDataParallel(TwoHeads(counts)))
+
+
+def ddp_may_synchronise_each_micro_batch(rank, folder):
+    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
+    model = TwoHeads(counts)
+    wrapped = DistributedDataParallel(model)
+    check(
+        step_with(model, fake_window(counts, rank), right, options={"sync": "each"}, wrapped=wrapped),
+        counts,
+        torch.float64,
+    )
+
+
+def counts_are_issued_one_window_ahead(rank, folder):
+    counts = {"lm": [[2], [3]]}
+    batches = [batch for k in range(3) for batch in fake_window(counts, rank, window_index=k)]
+    with Collectives() as collectives:
+        issued = [len(collectives) for _ in windows(batches)]
+    assert issued == [2, 3, 3]
 
 
 def a_head_that_is_missing_is_named(rank, folder):
@@ -438,7 +457,9 @@ TWO_RANKS = [
     c48_global_mean,
     c50_synchronised_in_short_windows_too,
     synchronisation_is_restored,
-    a_static_graph_is_refused,
+    what_ddp_cannot_do_is_refused,
+    ddp_may_synchronise_each_micro_batch,
+    counts_are_issued_one_window_ahead,
     a_head_that_is_missing_is_named,
     a_micro_batch_passed_over_is_noticed,
     a_rank_that_does_not_come,
@@ -463,11 +484,11 @@ def a_mesh_with_tensor_parallel_peers(rank, folder):
     counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     data_rank = mesh.get_local_rank("dp")
-    for group in (mesh.get_group("dp"), None):
+    for group, given in ((mesh.get_group("dp"), mesh), (None, mesh["dp"])):
         model = TwoHeads(counts)
         wrapped = DistributedDataParallel(model, process_group=group)
         check(
-            step_with(model, fake_window(counts, data_rank), right, options={"mesh": mesh}, wrapped=wrapped),
+            step_with(model, fake_window(counts, data_rank), right, options={"mesh": given}, wrapped=wrapped),
             counts,
             torch.float64,
         )
