@@ -47,6 +47,10 @@ class ShardLists(Protocol):
         """Returns for each name the list of this shard: a numpy array for numbers, a list for bytes and text."""
         ...
 
+    def read_all(self, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """Returns for each name the lists of all shards end to end, in manifest order; for lists of numbers."""
+        ...
+
     @property
     def names(self) -> frozenset[str]:
         """Names of the lists that this manifest has."""

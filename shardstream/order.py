@@ -225,6 +225,14 @@ class EpochOrder:
             offset = self._shuffled(block, run, offset, run_rows)
         return Located(block, run, offset)
 
+    def run_rows(self, block: int, run: int) -> Int64Array:
+        """Returns the rows of a run in the order in which the line holds them: int64, counted from the run's first."""
+        first_row = run * int(self.manifest.block_run_rows[block])
+        num_rows = min(int(self.manifest.block_run_rows[block]), int(self.manifest.block_rows[block]) - first_row)
+        if not self.shuffle:
+            return np.arange(num_rows)
+        return keyed_permutation(num_rows, key64(self.seed, self.epoch, "rows", block, run))
+
     # ------------------------------------------------------------------------------------------------ the line
 
     @cached_property

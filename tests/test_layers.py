@@ -22,7 +22,10 @@ BELOW = {
     "fetch": "plan formats manifest_file",
     "tokens": "plan formats",
     "consumed": "plan",
-    "plan": "order deal cursor batching",
+    "packed_run": "packing fitting deal",
+    "packing": "order manifest permutation",
+    "fitting": "permutation",
+    "plan": "order deal cursor batching packing",
     "deal": "order",
     "order": "manifest permutation",
     "cursor": "permutation",
@@ -41,7 +44,10 @@ EVERYWHERE = frozenset({"errors", "columns", "_version"})
 LAZY_UPWARDS = {
     ("manifest", "manifest_file"): "Manifest.load and .save are the front door; the file's details are behind it",
 }
-PURE = ("errors", "columns", "permutation", "manifest", "order", "deal", "cursor", "batching", "plan", "__init__")
+PURE = (
+    *("errors", "columns", "permutation", "manifest", "order", "deal", "cursor", "batching", "plan", "__init__"),
+    *("fitting", "packing", "packed_run"),
+)
 HEAVY = frozenset({"torch", "pyarrow", "fsspec"})
 
 

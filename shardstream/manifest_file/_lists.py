@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardstream import storage
@@ -60,15 +62,34 @@ class ParquetLists:
             ManifestError: If the manifest has no such list, or its file is gone or damaged.
             ReadError: If storage failed.
         """
+        self._check(names)
+        return self._opened().read(shard, names)
+
+    def read_all(self, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        """Returns the named lists of all shards end to end, in manifest order: one pass over these columns.
+
+        Args:
+            names: Names of lists of numbers.
+
+        Raises:
+            ManifestError: If the manifest has no such list, or its file is gone or damaged.
+            ReadError: If storage failed.
+        """
+        self._check(names)
+        return self._opened().read_all(names)
+
+    def _check(self, names: Sequence[str]) -> None:
         for name in names:
             if name not in self._names:
                 hint = "index again; token counts need --tokens-column, counts of targets --targets"
                 raise ManifestError(f"the manifest has no list {name!r}", url=self._path, hint=hint)
+
+    def _opened(self) -> _OpenFile:
         # A file that was opened before a fork shares its lock with the parent: it is opened again.
         file = self._open
         if file is None or file.pid != os.getpid():
             file = self._open = _OpenFile(self._source(), self._path)
-        return file.read(shard, names)
+        return file
 
     def _source(self) -> Any:
         if self._path is None:
@@ -107,6 +128,14 @@ class _OpenFile:
                 self._load(group, wanted)
             columns = [self._columns[name] for name in names]
         return {name: _values(column, row) for name, column in zip(names, columns, strict=True)}
+
+    def read_all(self, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
+        try:
+            with self._lock:
+                table = self._file.read(columns=list(names), use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise ManifestError("the manifest's lists cannot be read", url=self._url, found=error) from error
+        return {name: pc.list_flatten(table.column(name).cast(list_type(name))).to_numpy() for name in names}
 
     def _load(self, group: int, names: Sequence[str]) -> None:
         try:

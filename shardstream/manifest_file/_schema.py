@@ -36,6 +36,7 @@ LIST_TYPES = {
     "footer": pa.binary(),
 }
 _TARGETS = "targets."  # one list per head: valid targets of each sample
+_SEQUENCES = "sequences."  # one list per sequence length, with and without ends of documents: sequences of each run
 
 
 def list_type(name: str) -> pa.DataType:
@@ -46,12 +47,14 @@ def list_type(name: str) -> pa.DataType:
     """
     if name.startswith(_TARGETS):
         return pa.list_(pa.int32())
+    if name.startswith(_SEQUENCES):
+        return pa.list_(pa.int64())
     if name not in LIST_TYPES:
-        expected = ", ".join([*LIST_TYPES, _TARGETS + "<head>"])
+        expected = ", ".join([*LIST_TYPES, _TARGETS + "<head>", _SEQUENCES + "<length>"])
         raise ManifestError(f"a manifest has no list {name!r}", expected=expected)
     return LIST_TYPES[name]
 
 
 def is_list_name(name: str) -> bool:
     """Whether a column of a manifest file is a per-shard list."""
-    return name in LIST_TYPES or name.startswith(_TARGETS)
+    return name in LIST_TYPES or name.startswith((_TARGETS, _SEQUENCES))
