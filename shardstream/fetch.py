@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -20,9 +20,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from shardstream.columns import Rows, gather, slice_rows
+from shardstream.columns import Rows, slice_rows
 from shardstream.errors import ReadError
 from shardstream.formats import Shard, format_of
+from shardstream.layout import Layout, Planned, RowsLayout, RunKey
 from shardstream.manifest import Manifest
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan, PlannedBatch
@@ -81,7 +82,7 @@ def fetch(
     plan: Plan,
     batches: Iterable[PlannedBatch],
     *,
-    columns: Sequence[str] | None = None,
+    layout: Layout | None = None,
     reading: Reading | None = None,
     stats: ReadStats | None = None,
     num_workers: int = 1,
@@ -93,7 +94,7 @@ def fetch(
     Args:
         plan: The plan that the batches are of.
         batches: From ``plan.micro_batches``.
-        columns: Columns to read; None for all.
+        layout: What rows are; ``RowsLayout`` with the columns wanted; default: with all.
         reading: Threads, look-ahead, storage options.
         stats: Is counted up.
         num_workers: Among how many workers the rank's micro-batches are dealt.
@@ -104,13 +105,14 @@ def fetch(
     Raises:
         ReadError: If storage failed, data cannot be decoded, or the deadline passed.
     """
+    layout = layout if layout is not None else RowsLayout(plan)
     reading = reading or Reading()
     stats = stats if stats is not None else ReadStats()
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shardstream-read")
-    runs = _OpenRuns(plan.manifest, columns, reading.storage_options, pool, stats)
+    runs = _OpenRuns(plan.manifest, layout, reading.storage_options, pool, stats)
     ahead: deque[_Gather] = deque()
-    waiting = _gathers(plan, iter(batches), reading.gather_rows, num_workers)
+    waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_start(planned, runs, pool))
@@ -134,73 +136,39 @@ def fetch(
 # ---------------------------------------------------------------------------------------------------------- gathers
 
 
-class _Planned(NamedTuple):
-    """A gather before it is read."""
-
-    batches: list[PlannedBatch]
-    sample_ids: Int64Array
-    keys: list[tuple[int, int]]  # (block, run), in the order of first use
-    key_of_row: Int64Array
-    row_in_run: Int64Array
-
-
 class _Gather(NamedTuple):
-    planned: _Planned
+    planned: Planned
     rows: Future[Rows]
 
 
-def _gathers(plan: Plan, batches: Iterator[PlannedBatch], most_rows: int, num_workers: int) -> Iterator[_Planned]:
+def _gathers(
+    plan: Plan, layout: Layout, batches: Iterator[PlannedBatch], most_rows: int, num_workers: int
+) -> Iterator[Planned]:
     """Groups micro-batches: first one alone, so that the first batch waits for its own blocks only, then more.
 
     A full gather visits every lane that this worker reads (they come round after ``cycle`` of its micro-batches), so
     that a run which the next gather does not need is not needed again.
     """
-    manifest = plan.manifest
-    num_bytes_row = max(1, int(manifest.block_num_bytes.sum()) // max(1, manifest.num_samples))
-    rows = max(1, min(most_rows, _GATHER_NUM_BYTES // num_bytes_row))
+    rows = max(1, min(most_rows, _GATHER_NUM_BYTES // layout.row_num_bytes))
     cycle = plan.accumulate // gcd(plan.accumulate, num_workers)
     most = max(1, rows // plan.batch_size // cycle * cycle) if rows >= cycle * plan.batch_size else cycle
     size = 1
     while group := list(islice(batches, size)):
-        yield _located(plan, group)
+        yield layout.planned(group)
         size = min(2 * size, most)
 
 
-def _located(plan: Plan, batches: list[PlannedBatch]) -> _Planned:
-    parts = [plan.locate(batch.epoch, batch.positions) for batch in _by_epoch(batches)]
-    block, run, row = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    manifest = plan.manifest
-    unique, first, inverse = np.unique(block << 32 | run, return_index=True, return_inverse=True)
-    by_first_use = np.argsort(first)
-    place_of_key = np.empty_like(by_first_use)
-    place_of_key[by_first_use] = np.arange(len(by_first_use))
-    keys = [divmod(code, 1 << 32) for code in unique[by_first_use].tolist()]
-    row_in_run = row - run * manifest.block_run_rows[block]
-    return _Planned(batches, manifest.block_start[block] + row, keys, place_of_key[inverse], row_in_run)
-
-
-def _by_epoch(batches: list[PlannedBatch]) -> list[PlannedBatch]:
-    """Joins neighbours of one epoch, whose positions can be located in one go."""
-    joined: list[PlannedBatch] = []
-    for batch in batches:
-        if joined and joined[-1].epoch == batch.epoch:
-            joined[-1] = joined[-1]._replace(positions=np.concatenate((joined[-1].positions, batch.positions)))
-        else:
-            joined.append(batch)
-    return joined
-
-
-def _start(planned: _Planned, runs: _OpenRuns, pool: ThreadPoolExecutor) -> _Gather:
+def _start(planned: Planned, runs: _OpenRuns, pool: ThreadPoolExecutor) -> _Gather:
     futures = [runs.acquire(key) for key in planned.keys]
 
     def read() -> Rows:
         # These tasks were submitted earlier, so some thread is at them or done: this wait always ends.
-        return gather([future.result()[0] for future in futures], planned.key_of_row, planned.row_in_run)
+        return planned.make([future.result()[0] for future in futures])
 
     return _Gather(planned, pool.submit(read))
 
 
-def _cut(planned: _Planned, gathered: Rows) -> Iterator[Fetched]:
+def _cut(planned: Planned, gathered: Rows) -> Iterator[Fetched]:
     begin = 0
     for batch in planned.batches:
         end = begin + len(batch.positions)
@@ -209,7 +177,7 @@ def _cut(planned: _Planned, gathered: Rows) -> Iterator[Fetched]:
 
 
 def _too_late(manifest: Manifest, started: _Gather, timeout_s: float) -> ReadError:
-    block = started.planned.keys[0][0]
+    block = started.planned.keys[0].block
     shard = int(manifest.shard_of_block(np.array([block]))[0])
     return ReadError(
         f"data was not there after {timeout_s:.0f} s",
@@ -223,7 +191,7 @@ def _too_late(manifest: Manifest, started: _Gather, timeout_s: float) -> ReadErr
 
 
 _Opened: TypeAlias = (
-    "Future[tuple[Rows, Generator[Rows, None, None]]]"  # a run's rows, and the stream that reads the next one
+    "Future[tuple[Any, Generator[Rows, None, None]]]"  # a run as prepared, and the stream that reads the next one
 )
 
 
@@ -240,25 +208,25 @@ class _OpenRuns:
     def __init__(
         self,
         manifest: Manifest,
-        columns: Sequence[str] | None,
+        layout: Layout,
         storage_options: Mapping[str, Any],
         pool: ThreadPoolExecutor,
         stats: ReadStats,
     ) -> None:
-        self._manifest, self._columns, self._options = manifest, columns, storage_options
+        self._manifest, self._layout, self._options = manifest, layout, storage_options
         self._pool, self._stats = pool, stats
-        self._held: dict[tuple[int, int], _Held] = {}
+        self._held: dict[RunKey, _Held] = {}
         self._shards: dict[int, Shard] = {}
 
-    def acquire(self, key: tuple[int, int]) -> _Opened:
+    def acquire(self, key: RunKey) -> _Opened:
         """Returns the run to be, opening it if it is not held."""
         held = self._held.get(key)
         if held is None:
-            held = self._held[key] = self._open(*key)
+            held = self._held[key] = self._open(key)
         held.num_users += 1
         return held.opened
 
-    def release(self, keys: Iterable[tuple[int, int]]) -> None:
+    def release(self, keys: Iterable[RunKey]) -> None:
         """Gives runs back; those that nobody holds any more are dropped, their streams closed."""
         for key in keys:
             held = self._held[key]
@@ -273,34 +241,37 @@ class _OpenRuns:
             held.opened.add_done_callback(_close_stream)
         self._held.clear()
 
-    def _open(self, block: int, run: int) -> _Held:
-        before = self._held.get((block, run - 1))
+    def _open(self, key: RunKey) -> _Held:
+        before = self._held.get(key._replace(run=key.run - 1))
         self._stats.num_runs_read += 1
         if before is not None and not before.is_continued:
             before.is_continued = True
-            return _Held(self._pool.submit(self._next_run, before.opened, block, run))
+            return _Held(self._pool.submit(self._next_run, before.opened, key))
         self._stats.num_blocks_opened += 1
-        return _Held(self._pool.submit(self._first_run, block, run))
+        return _Held(self._pool.submit(self._first_run, key))
 
-    def _first_run(self, block: int, run: int) -> tuple[Rows, Generator[Rows, None, None]]:
-        shard = int(self._manifest.shard_of_block(np.array([block]))[0])
+    def _first_run(self, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
+        shard = int(self._manifest.shard_of_block(np.array([key.block]))[0])
         if shard not in self._shards:
             self._shards[shard] = Shard(self._manifest, shard, self._options)
         stream = format_of("." + self._manifest.formats[shard]).read_runs(
-            self._shards[shard], block, self._columns, run
+            self._shards[shard], key.block, self._layout.columns, key.run
         )
-        return self._advanced(stream, block, run)
+        return self._advanced(stream, key)
 
-    def _next_run(self, before: _Opened, block: int, run: int) -> tuple[Rows, Generator[Rows, None, None]]:
-        return self._advanced(before.result()[1], block, run)
+    def _next_run(self, before: _Opened, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
+        return self._advanced(before.result()[1], key)
 
-    def _advanced(
-        self, stream: Generator[Rows, None, None], block: int, run: int
-    ) -> tuple[Rows, Generator[Rows, None, None]]:
+    def _advanced(self, stream: Generator[Rows, None, None], key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
         rows = next(stream)
-        if (run + 1) * int(self._manifest.block_run_rows[block]) >= int(self._manifest.block_rows[block]):
+        block, run, manifest = key.block, key.run, self._manifest
+        if (run + 1) * int(manifest.block_run_rows[block]) >= int(manifest.block_rows[block]):
             stream.close()  # the block's last run: its file need not stay open as long as its rows
-        return rows, stream
+        try:
+            return self._layout.prepared(key, rows), stream
+        except BaseException:
+            stream.close()
+            raise
 
 
 def _close_stream(opened: _Opened) -> None:

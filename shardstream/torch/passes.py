@@ -13,6 +13,7 @@ import torch
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, TopologyError
 from shardstream.fetch import Fetched, Reading, ReadStats, fetch
+from shardstream.layout import RowsLayout
 from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
@@ -110,8 +111,9 @@ class Pass(Iterator[Batch]):
         if not self._is_main and reading.num_threads is None:
             reading = replace(reading, num_threads=1)  # workers are the parallelism there
         make = _BatchMaker(plan, origin, source)
+        layout = RowsLayout(plan, source.columns)
         fetched = fetch(
-            plan, planned, columns=source.columns, reading=reading, stats=source.stats, num_workers=self._num_workers
+            plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=self._num_workers
         )
         try:
             yield from map(make, fetched)

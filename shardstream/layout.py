@@ -1,0 +1,106 @@
+"""Layouts: what the rows of a micro-batch are, in terms of runs that are read.
+
+A layout says which runs a gather needs, what is made of a run once it is read, and how the gather's rows are made of
+its runs. Here is the plain one, whose rows are rows of runs; packed sequences are another (``packed_layout``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from shardstream.columns import Rows, gather
+from shardstream.permutation import Int64Array
+from shardstream.plan import Plan, PlannedBatch
+
+
+class RunKey(NamedTuple):
+    """What is held while gathers need it: a run, as its layout prepared it."""
+
+    block: int
+    """Index of the block in the manifest."""
+    run: int
+    """Index of the run in the block."""
+    epoch: int = 0
+    """Epoch it is prepared for, where that makes a difference."""
+
+
+class Planned(NamedTuple):
+    """A gather before it is read: some micro-batches that are made together."""
+
+    batches: list[PlannedBatch]
+    sample_ids: Int64Array
+    """int64[n], of all their rows."""
+    keys: list[RunKey]
+    """In the order of first use."""
+    make: Callable[[Sequence[Any]], Rows]
+    """Makes the n rows of the runs of ``keys``, as the layout prepared them."""
+
+
+class Layout(Protocol):
+    """What fetching must be told. A layout is a value; threads share it."""
+
+    @property
+    def columns(self) -> Sequence[str] | None:
+        """Columns to read; None for all."""
+        ...
+
+    @property
+    def row_num_bytes(self) -> int:
+        """About how many bytes a row takes, at least 1."""
+        ...
+
+    def planned(self, batches: list[PlannedBatch]) -> Planned:
+        """Plans one gather."""
+        ...
+
+    def prepared(self, key: RunKey, rows: Rows) -> Any:
+        """Returns what is held of a run; called once, in a thread of the pool, when it has been read."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class RowsLayout:
+    """Rows as they are in the shards."""
+
+    plan: Plan
+    columns: Sequence[str] | None = None
+
+    @property
+    def row_num_bytes(self) -> int:
+        """Mean compressed size of a row."""
+        manifest = self.plan.manifest
+        return max(1, int(manifest.block_num_bytes.sum()) // max(1, manifest.num_samples))
+
+    def planned(self, batches: list[PlannedBatch]) -> Planned:
+        """Finds block, run and row of each position."""
+        parts = [self.plan.locate(batch.epoch, batch.positions) for batch in _by_epoch(batches)]
+        block, run, row = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        manifest = self.plan.manifest
+        unique, first, inverse = np.unique(block << 32 | run, return_index=True, return_inverse=True)
+        by_first_use = np.argsort(first)
+        place_of_key = np.empty_like(by_first_use)
+        place_of_key[by_first_use] = np.arange(len(by_first_use))
+        keys = [RunKey(*divmod(code, 1 << 32)) for code in unique[by_first_use].tolist()]
+        row_in_run = row - run * manifest.block_run_rows[block]
+        make = partial(gather, part_of_row=place_of_key[inverse], row_in_part=row_in_run)
+        return Planned(batches, manifest.block_start[block] + row, keys, make)
+
+    def prepared(self, key: RunKey, rows: Rows) -> Rows:  # noqa: ARG002 - other layouts need it
+        """Returns the rows themselves."""
+        return rows
+
+
+def _by_epoch(batches: list[PlannedBatch]) -> list[PlannedBatch]:
+    """Joins neighbours of one epoch, whose positions can be located in one go."""
+    joined: list[PlannedBatch] = []
+    for batch in batches:
+        if joined and joined[-1].epoch == batch.epoch:
+            joined[-1] = joined[-1]._replace(positions=np.concatenate((joined[-1].positions, batch.positions)))
+        else:
+            joined.append(batch)
+    return joined
