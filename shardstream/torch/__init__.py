@@ -9,6 +9,7 @@ from shardstream.torch.decode import decode
 from shardstream.torch.loader import StreamingLoader
 from shardstream.torch.rendezvous import init_process_group
 from shardstream.torch.topology import Topology, resolve_topology
+from shardstream.torch.verify import verify_ranks
 
 __all__ = [
     "Batch",
@@ -20,4 +21,5 @@ __all__ = [
     "init_process_group",
     "pad_tokens",
     "resolve_topology",
+    "verify_ranks",
 ]

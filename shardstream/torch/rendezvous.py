@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ def init_process_group(
     deadline = time.monotonic() + timeout_s
     store = store if store is not None else _make_store(topology, timeout_s, environ)
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    attempt = _prefixed(f"attempt{restart}/{topology.world_size}", store)
+    attempt = prefixed(f"attempt{restart}/{topology.world_size}", store)
     met = _meet(attempt, topology, deadline, environ)
     rank, world_size = topology.rank, topology.world_size
     dist.init_process_group(backend, store=met, rank=rank, world_size=world_size, **kwargs)
@@ -98,7 +98,7 @@ def _meet(store: Store, topology: Topology, deadline: float, environ: Mapping[st
         hint = "every process needs a rank of its own"
         raise TopologyError(f"rank {rank} has come {visit} times", expected="once", hint=hint)
     # torchrun's agent keeps its store when hosts leave or join, without counting that as a restart.
-    store = _prefixed(f"visit{visit}", store)
+    store = prefixed(f"visit{visit}", store)
     keys = [f"here{peer}" for peer in range(world_size)]
     store.set(keys[rank], "")
     # The host leaves last, or the others would learn of a lost connection instead of who is missing.
@@ -109,7 +109,7 @@ def _meet(store: Store, topology: Topology, deadline: float, environ: Mapping[st
         missing = [peer for peer in range(world_size) if not store.check([keys[peer]])]
         raise TopologyError(
             f"{world_size - len(missing)} of {world_size} ranks came before the deadline",
-            expected=f"all ranks; missing {_listed(missing)}",
+            expected=f"all ranks; missing {listed(missing)}",
             hint="look at their logs, start them, or give a longer timeout_s",
         ) from None
     except dist.DistError as error:
@@ -118,10 +118,12 @@ def _meet(store: Store, topology: Topology, deadline: float, environ: Mapping[st
     return store
 
 
-def _prefixed(prefix: str, store: Store) -> Store:
+def prefixed(prefix: str, store: Store) -> Store:
+    """Returns a view of a store whose keys begin with ``prefix``."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
-def _listed(ranks: list[int], num_shown: int = 16) -> str:
+def listed(ranks: Sequence[int], num_shown: int = 16) -> str:
+    """Returns ranks as text, the first of them by number and the rest as a count."""
     more = f" and {len(ranks) - num_shown} more" if len(ranks) > num_shown else ""
     return ", ".join(map(str, ranks[:num_shown])) + more
