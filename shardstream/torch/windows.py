@@ -6,29 +6,20 @@ ranks. Batches of the window ahead are looked at without touching their data, so
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from torch import Tensor
-
-from shardstream.cursor import Cursor
-from shardstream.errors import DesyncError, PlanError, TopologyError
+from shardstream.errors import PlanError, TopologyError
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.counts import PendingCounts, RankSums, WindowCounts
 from shardstream.torch.dataset import StreamingDataset
 from shardstream.torch.uneven import UnevenInputs
+from shardstream.torch.window import Gradients, Loop, Sync, Window, unknown_head
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-LossSum: TypeAlias = Tensor | tuple[Tensor, float]
-Gradients: TypeAlias = Literal["mean", "sum"]
-Sync: TypeAlias = Literal["last", "each"]
 ConstantTargets: TypeAlias = Callable[[Place], Mapping[str, int] | None]
 
 
@@ -124,219 +115,11 @@ def _not_accumulated(accumulate: int) -> PlanError:
     )
 
 
-class Window:
-    """One optimizer step: this rank's micro-batches of the global batch, and what all ranks have of it.
-
-    Attributes:
-        batches: This rank's micro-batches; ``micro_batches`` hands them out.
-        targets: Head name → N_h, the valid targets of the window over all data-parallel ranks.
-        scale: Head name → D / N_h, what a sum of losses is multiplied by; 0 where there is no target.
-        num_samples: Samples of the window over all ranks, padding left out.
-        num_micro_batches: Micro-batches of the window over all ranks.
-        num_averaged: D, the number of ranks that gradients are averaged over; 1 where they are summed.
-    """
-
-    def __init__(self, driver: _Driver, batches: Sequence[Batch], counts: WindowCounts, num_averaged: int) -> None:
-        self._driver, self.batches = driver, tuple(batches)
-        self.targets, self.num_samples = counts.targets, counts.num_samples
-        self.num_micro_batches, self.num_averaged = counts.num_micro_batches, num_averaged
-        self.scale = {head: num_averaged / count if count else 0.0 for head, count in self.targets.items()}
-        self._current: Batch | None = None
-        self._has_loss = True
-        self._under_way: WeakSet[Any] = WeakSet()  # weak: a loop that was left ends at once, as nobody holds it
-
-    def __repr__(self) -> str:
-        targets = ", ".join(f"{head}: {count}" for head, count in self.targets.items())
-        return f"Window({self.batches[0].window_index}, {self.num_samples} samples, targets {{{targets}}})"
-
-    @property
-    def cursor(self) -> Cursor:
-        """The cursor to save when this window has been trained on; the same on every rank."""
-        cursor: Cursor = self.batches[-1].place.cursor
-        return cursor
-
-    @property
-    def position(self) -> int:
-        """Position in the epoch at which the window begins."""
-        return self.batches[0].position
-
-    @property
-    def has_targets(self) -> bool:
-        """Whether any head has a target, or, without heads, whether there is any sample: the same on every rank.
-
-        Without, the optimizer must not step: weights would still decay, and moments move.
-        """
-        return any(self.targets.values()) if self.targets else self.num_samples > 0
-
-    def micro_batches(self, model: object = None) -> Iterator[Batch]:
-        """Yields this rank's micro-batches; forward and backward belong into the body of the loop.
-
-        All but the last are under ``no_sync`` with DDP. FSDP2 (``fully_shard``) reduce-scatters each, and with HSDP
-        all-reduces after the last. However the loop is left, the model synchronises again afterwards.
-
-        Args:
-            model: The model as it is called: DDP, FSDP or a plain module, for which nothing is done.
-
-        Raises:
-            PlanError: If there are several micro-batches, and the model is DDP with ``static_graph=True``, or sums
-                gradients after each.
-            DesyncError: If the loop went past a micro-batch without ``loss``, as others do call it: their gradients
-                would pair with those of another step.
-        """
-        if len(self.batches) > 1 and _is_ddp(model):
-            self._driver.check_ddp(model)
-        handed_out = self._hand_out(model)
-        self._under_way.add(handed_out)
-        return handed_out
-
-    def _hand_out(self, model: object) -> Iterator[Batch]:
-        try:
-            for batch in self.batches:
-                self._check_loss()
-                self._current, self._has_loss = batch, False
-                self._driver.hand_out(batch)
-                with _synchronised(model, self._driver.sync, is_last=batch is self.batches[-1]):
-                    yield batch
-            self._check_loss()
-        finally:
-            self._current, self._has_loss = None, True
-
-    def _check_loss(self) -> None:
-        if not self._has_loss and self._driver.has_seen_loss:
-            raise DesyncError(
-                f"rank {self._driver.rank} went past a micro-batch without window.loss, in {self!r}",
-                hint="run forward and backward on every micro-batch: its loss is an exact 0 where it has no targets",
-            )
-
-    def loss(self, **sums: LossSum) -> Tensor:
-        """Returns what to call ``backward`` on: the sum over heads of weight x sum x D / N_h.
-
-        Added up over micro-batches and averaged over ranks, the gradients are those of one process on the whole
-        window. A sum over no targets becomes an exact 0 with its graph attached, so that every rank takes part in
-        every synchronisation. Nothing waits for a device.
-
-        Args:
-            **sums: For *each* head the **sum** (not the mean) of its losses over the targets of this micro-batch, or
-                (sum, weight). Rows that are ``is_padding`` have no targets: labels are masked there, but a loss
-                that reads no labels must leave them out. Sums in half precision are scaled in float32.
-
-        Returns:
-            A scalar.
-
-        Raises:
-            PlanError: If there is no such head.
-            DesyncError: If a head is missing or has no graph on this rank, which the others would wait for.
-        """
-        self._check_heads(sums)
-        self._has_loss = self._driver.has_seen_loss = True
-        terms = []
-        for head in self.targets:
-            value = sums[head]
-            total, weight = value if isinstance(value, tuple) else (value, 1.0)
-            terms.append(self._term(head, total, weight))
-        return sum(terms[1:], terms[0])
-
-    def _term(self, head: str, total: Tensor, weight: float) -> Tensor:
-        if total.dtype in (torch.float16, torch.bfloat16):
-            total = total.float()
-        if self._current is None or bool(self._current.valid_tokens[head].any()):
-            return total * (weight * self.scale[head])
-        # A mean over nothing is nan, and nan x 0 is nan: an exact 0 all the same.
-        return torch.nan_to_num(total, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
-
-    def _check_heads(self, sums: Mapping[str, LossSum]) -> None:
-        if not self.targets:
-            hint = "give StreamingDataset(targets={'lm': 'labels'}, shifted=...), or call mean_loss"
-            raise PlanError("the dataset counts no targets, which loss divides by", hint=hint)
-        place = f"rank {self._driver.rank}, {self!r}"
-        for name in sums:
-            if name not in self.targets:
-                raise _unknown_head(name, self.targets)
-        for head in self.targets:
-            if head not in sums:
-                raise DesyncError(
-                    f"head {head!r} has no loss on {place}",
-                    expected=", ".join(self.targets),
-                    found=", ".join(sums) or "none",
-                    hint="give its sum for every micro-batch: over no targets that is 0, with the graph attached",
-                )
-            total = sums[head][0] if isinstance(sums[head], tuple) else sums[head]
-            if torch.is_grad_enabled() and not total.requires_grad:  # type: ignore[union-attr]
-                raise DesyncError(
-                    f"head {head!r} is not in the graph on {place}",
-                    hint="run the head even on nothing: the sum of its empty output is 0, with a graph",
-                )
-
-    def mean_loss(self, value: Tensor) -> Tensor:
-        """Returns what to call ``backward`` on for a term that is a mean already, such as a router's balance loss.
-
-        Added up and averaged over ranks it is the mean over the window's micro-batches and ranks, each weighing the
-        same, those of a padded tail included.
-
-        Args:
-            value: A scalar of this micro-batch.
-        """
-        return value * (self.num_averaged / self.num_micro_batches)
-
-    def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> bool:
-        """Steps the optimizer, unless the window has no targets; the same on every rank.
-
-        A ``GradScaler`` is left alone with it: its ``update`` asserts that a step was taken. If you unscale gradients
-        yourself (to clip them), do that only if ``has_targets``.
-
-        Returns:
-            ``has_targets``.
-        """
-        if self.has_targets and scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        elif self.has_targets:
-            optimizer.step()
-        return self.has_targets
-
-    def close(self) -> None:
-        """Ends loops over ``micro_batches`` that were left but are still referenced somewhere."""
-        for handed_out in list(self._under_way):
-            handed_out.close()
-
-
 def _checked_heads(heads: Sequence[str], known: Iterable[str]) -> Sequence[str]:
     for head in heads:
         if head not in known:
-            raise _unknown_head(head, known)
+            raise unknown_head(head, known)
     return heads
-
-
-def _unknown_head(name: str, known: Iterable[str]) -> PlanError:
-    near = difflib.get_close_matches(name, known, 1)
-    expected = " or ".join(known) or "no head: the dataset has no targets"
-    return PlanError(
-        f"there is no head {name!r}", expected=expected, hint=f"did you mean {near[0]!r}?" if near else None
-    )
-
-
-@contextmanager
-def _synchronised(model: Any, sync: Sync | None, *, is_last: bool) -> Iterator[None]:
-    """Withholds what need not be communicated before the last micro-batch, and restores it in any case."""
-    if is_last or model is None:
-        yield
-    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2, HSDP
-        # Reduce-scatter each micro-batch, all-reduce over replicas (HSDP) the last one only.
-        withhold = model.set_requires_gradient_sync if sync == "last" else model.set_requires_all_reduce
-        withhold(False)  # noqa: FBT003 - FSDP2's interface
-        try:
-            yield
-        finally:
-            withhold(True)  # noqa: FBT003
-    elif hasattr(model, "no_sync") and (sync == "last" or (sync is None and _is_ddp(model))):
-        with model.no_sync():
-            yield
-    else:
-        yield
-
-
-def _is_ddp(model: object) -> bool:
-    return hasattr(model, "require_backward_grad_sync")  # asked of the wrapped model by compiled ones
 
 
 class _Driver:
@@ -354,28 +137,26 @@ class _Driver:
     ) -> None:
         self._loader, self._heads, self._sums, self._uneven = loader, heads, sums, uneven
         self._constant: ConstantTargets = getattr(dataset, "constant_targets", lambda _: None)
-        self._gradients, self.sync, self.rank = gradients, sync, sums.topology.rank
+        self._loop = Loop(sums.topology.rank, gradients, sync, self._hand_out)
         self._pass: Any = None  # of a StreamingLoader, which is told what the loop got
-        self.has_seen_loss = False
         if uneven is not None:
             if heads is None:
                 raise PlanError("heads= must be named: a rank without any batch must know them, too")
             uneven.expect(len(WindowCounts.of([], heads).vector()))
-
-    def check_ddp(self, model: Any) -> None:
-        """Refuses what DDP cannot do with several micro-batches."""
-        if self.sync == "each" and self._gradients == "sum":
-            hint = "leave sync= out: gradients are then summed once, after the last micro-batch"
-            raise PlanError("DDP would sum what is summed already again after each micro-batch", hint=hint)
-        if self.sync != "each" and getattr(model, "static_graph", False):
-            hint = "use static_graph=False, accumulate=1, or windows(sync='each')"
-            raise PlanError("DDP with static_graph=True cannot leave out a synchronisation", hint=hint)
 
     def windows(self) -> Iterator[Window]:
         batches = iter(self._loader)
         if hasattr(batches, "hold_back"):
             self._pass = batches
             self._pass.hold_back()
+        try:
+            yield from self._read(batches)
+            if self._pass is not None:
+                self._pass.finish()
+        finally:
+            self._pass = None  # a window that somebody keeps must not keep the loader's workers
+
+    def _read(self, batches: Iterator[Batch]) -> Iterator[Window]:
         collected = self._collect(batches)
         while collected is not None:
             # With uneven inputs nothing may be communicated for a window before all know who takes part in it.
@@ -385,12 +166,10 @@ class _Driver:
                 yield window
             finally:
                 window.close()
-            self.hand_out(window.batches[-1])
+            self._hand_out(window.batches[-1])
             collected = self._collect(batches) if self._uneven else ahead
-        if self._pass is not None:
-            self._pass.finish()
 
-    def hand_out(self, batch: Batch) -> None:
+    def _hand_out(self, batch: Batch) -> None:
         """Notes that the loop has got a batch."""
         if self._pass is not None:
             self._pass.hand_out(batch)
@@ -429,7 +208,7 @@ class _Driver:
     def _window(self, batches: list[Batch], counts: WindowCounts | PendingCounts) -> Window:
         if isinstance(counts, PendingCounts):
             counts = WindowCounts.from_vector(counts.wait(), self._heads or ())
-        if self._gradients == "sum":
-            return Window(self, batches, counts, 1)
+        if self._loop.gradients == "sum":
+            return Window(self._loop, batches, counts, 1)
         num_averaged = self._sums.world_size if self._uneven is None else self._uneven.num_averaged(counts)
-        return Window(self, batches, counts, num_averaged)
+        return Window(self._loop, batches, counts, num_averaged)

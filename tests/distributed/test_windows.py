@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstream.errors import DesyncError, PlanError, TopologyError
@@ -20,19 +18,22 @@ from shardstream.torch.windows import windows
 from tests.support.corpora import parquet_manifest
 from tests.support.processes import run_checks
 from tests.support.training import (
+    BOUNDS,
     TokenModel,
     TwoHeads,
+    check,
     fake_window,
     gradients_of,
     head_sums,
+    reference,
     relative_error,
+    right,
+    step_with,
     token_loss,
     whole_window,
 )
 
 pytestmark = pytest.mark.distributed
-
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 # Valid targets of a head: one row a rank, one number a micro-batch.
 COUNTS = {
@@ -44,39 +45,6 @@ COUNTS = {
         "lm": [[5, 6, 1, 0], [0, 0, 0, 0], [8, 1, 2, 3]],
     },
 }
-
-
-def step_with(model, batches, loss_of, *, options=None, wrapped=None):
-    """One optimizer step on one window; returns gradients and parameters as they are afterwards."""
-    wrapped = model if wrapped is None else wrapped
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    [window] = windows(batches, **(options or {}))
-    for micro in window.micro_batches(wrapped):
-        loss_of(window, micro, head_sums(wrapped, micro)).backward()
-    gradients = gradients_of(model)
-    window.step(optimizer)
-    return gradients, [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def right(window, micro, sums):
-    return window.loss(**sums)
-
-
-def reference(counts, dtype):
-    """The same step in one process on the whole window: for each head the sum of losses by the number of targets."""
-    model = TwoHeads(counts, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    totals = {head: sum(map(sum, rows)) for head, rows in counts.items()}
-    sums = head_sums(model, whole_window(counts, dtype))
-    sum(value / max(totals[head], 1) for head, value in sums.items()).backward()
-    gradients = gradients_of(model)
-    optimizer.step()
-    return gradients, [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def check(found, counts, dtype):
-    for mine, theirs in zip(found, reference(counts, dtype), strict=True):
-        assert relative_error(mine, theirs) <= BOUNDS[dtype]
 
 
 # Each of these is somebody's loop. One window is one call: (sum of a head in this micro-batch, what is known) -> loss.
@@ -296,34 +264,6 @@ def test_on_three_ranks(three_ranks, name):
 # ---------------------------------------------------------------------------------------------------- two ranks
 
 
-def fsdp2_equals_one_process(rank, folder):
-    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
-    for sync in ("each", "last", None):
-        for dtype in BOUNDS:
-            model = TwoHeads(counts, dtype)
-            for head in model.heads.values():
-                fully_shard(head)
-            fully_shard(model)
-            found = step_with(model, fake_window(counts, rank, dtype), right, options={"sync": sync})
-            check([[tensor.full_tensor() for tensor in tensors] for tensors in found], counts, dtype)
-
-
-def a_communication_hook_that_sums(rank, folder):
-    counts = {"lm": [[3, 1], [0, 7]]}
-    for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
-        model = TwoHeads(counts)
-        wrapped = DistributedDataParallel(model)
-        wrapped.register_comm_hook(None, summing_hook)
-        found, _ = step_with(model, fake_window(counts, rank), right, options={"gradients": gradients}, wrapped=wrapped)
-        expected = [factor * gradient for gradient in reference(counts, torch.float64)[0]]
-        assert relative_error(found, expected) <= 1e-12
-
-
-def summing_hook(state, bucket):
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
-
-
 def c48_global_mean(rank, folder):
     """Valid tokens (3, 1) and (8, 4), loss sums (6, 5) and (8, 2): 21 / 16."""
     counts = {"lm": [[3, 1], [8, 4]]}
@@ -383,28 +323,6 @@ def look_for_a_column(window, wrapped):
         micro["no such column"]
 
 
-def what_ddp_cannot_do_is_refused(rank, folder):
-    counts = {"lm": [[1, 1], [1, 1]]}
-    wrapped = DistributedDataParallel(TwoHeads(counts), static_graph=True)
-    [window] = windows(fake_window(counts, rank))
-    with pytest.raises(PlanError, match="static_graph"):
-        window.micro_batches(wrapped)
-    [window] = windows(fake_window(counts, rank), gradients="sum", sync="each")
-    with pytest.raises(PlanError, match="again after each micro-batch"):
-        window.micro_batches(DistributedDataParallel(TwoHeads(counts)))
-
-
-def ddp_may_synchronise_each_micro_batch(rank, folder):
-    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
-    model = TwoHeads(counts)
-    wrapped = DistributedDataParallel(model)
-    check(
-        step_with(model, fake_window(counts, rank), right, options={"sync": "each"}, wrapped=wrapped),
-        counts,
-        torch.float64,
-    )
-
-
 def counts_are_issued_one_window_ahead(rank, folder):
     counts = {"lm": [[2], [3]]}
     batches = [batch for k in range(3) for batch in fake_window(counts, rank, window_index=k)]
@@ -452,13 +370,9 @@ def a_rank_that_does_not_come(rank, folder):
 
 
 TWO_RANKS = [
-    fsdp2_equals_one_process,
-    a_communication_hook_that_sums,
     c48_global_mean,
     c50_synchronised_in_short_windows_too,
     synchronisation_is_restored,
-    what_ddp_cannot_do_is_refused,
-    ddp_may_synchronise_each_micro_batch,
     counts_are_issued_one_window_ahead,
     a_head_that_is_missing_is_named,
     a_micro_batch_passed_over_is_noticed,
@@ -474,47 +388,3 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", [check.__name__ for check in TWO_RANKS])
 def test_on_two_ranks(two_ranks, name):
     assert two_ranks[name] == [""] * 2, "\n".join(two_ranks[name])
-
-
-# ---------------------------------------------------------------------------------------------------- four ranks
-
-
-def a_mesh_with_tensor_parallel_peers(rank, folder):
-    """Peers in the mesh's second dimension hold the same data: it counts once, whoever averages over it."""
-    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    data_rank = mesh.get_local_rank("dp")
-    for group, given in ((mesh.get_group("dp"), mesh), (None, mesh["dp"])):
-        model = TwoHeads(counts)
-        wrapped = DistributedDataParallel(model, process_group=group)
-        check(
-            step_with(model, fake_window(counts, data_rank), right, options={"mesh": given}, wrapped=wrapped),
-            counts,
-            torch.float64,
-        )
-    [window] = windows(fake_window(counts, data_rank), group=mesh.get_group("dp"))
-    assert (window.targets, window.num_averaged) == ({"aux": 5, "lm": 3}, 2)
-
-
-def hsdp_equals_one_process(rank, folder):
-    counts = {"lm": [[1, 2], [0, 0], [4, 1], [0, 9]]}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for sync in (None, "last"):
-        model = TwoHeads(counts)
-        fully_shard(model, mesh=mesh)
-        options = {"mesh": mesh, "mesh_dim": ("replicate", "shard"), "sync": sync}
-        found = step_with(model, fake_window(counts, rank), right, options=options)
-        check([[tensor.full_tensor() for tensor in tensors] for tensors in found], counts, torch.float64)
-
-
-FOUR_RANKS = [a_mesh_with_tensor_parallel_peers, hsdp_equals_one_process]
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    return run_checks(FOUR_RANKS, 4, str(tmp_path_factory.mktemp("four")))
-
-
-@pytest.mark.parametrize("name", [check.__name__ for check in FOUR_RANKS])
-def test_on_four_ranks(four_ranks, name):
-    assert four_ranks[name] == [""] * 4, "\n".join(four_ranks[name])

@@ -9,8 +9,10 @@ import torch.nn.functional as F  # noqa: N812 - its name everywhere
 from torch import Tensor, nn
 
 from shardstream.torch.batch import Batch, Place
+from shardstream.torch.windows import windows
 
 WIDTH, CLASSES, LENGTH, ROWS = 5, 7, 8, 3
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5}  # of relative errors
 
 Counts = Mapping[str, Sequence[Sequence[int]]]
 
@@ -109,3 +111,36 @@ def token_loss(model, batch) -> Tensor:
     """The sum over the batch's valid targets."""
     logits = model(batch["input_ids"]).flatten(0, 1)
     return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum", ignore_index=-100)
+
+
+def step_with(model, batches, loss_of, *, options=None, wrapped=None):
+    """One optimizer step on one window; returns gradients and parameters as they are afterwards."""
+    wrapped = model if wrapped is None else wrapped
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    [window] = windows(batches, **(options or {}))
+    for micro in window.micro_batches(wrapped):
+        loss_of(window, micro, head_sums(wrapped, micro)).backward()
+    gradients = gradients_of(model)
+    window.step(optimizer)
+    return gradients, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def right(window, micro, sums):
+    return window.loss(**sums)
+
+
+def reference(counts, dtype):
+    """The same step in one process on the whole window: for each head the sum of losses by the number of targets."""
+    model = TwoHeads(counts, dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    totals = {head: sum(map(sum, rows)) for head, rows in counts.items()}
+    sums = head_sums(model, whole_window(counts, dtype))
+    sum(value / max(totals[head], 1) for head, value in sums.items()).backward()
+    gradients = gradients_of(model)
+    optimizer.step()
+    return gradients, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def check(found, counts, dtype):
+    for mine, theirs in zip(found, reference(counts, dtype), strict=True):
+        assert relative_error(mine, theirs) <= BOUNDS[dtype]

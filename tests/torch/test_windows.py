@@ -120,6 +120,13 @@ def test_a_break_in_the_last_window_but_one_is_one(manifest):
     assert next(windows(loader)).cursor.epoch == 0
 
 
+def test_a_window_that_is_kept_keeps_no_workers(manifest):
+    loader = StreamingLoader(dataset_of(manifest), num_workers=1)
+    kept = next(windows(loader))
+    assert loader._progress.is_alive() is None
+    assert kept.cursor.position == 4
+
+
 def test_a_break_continues_behind_the_last_window(manifest):
     whole = [ids_of(window) for window in windows(StreamingLoader(dataset_of(manifest)))]
     loader = StreamingLoader(dataset_of(manifest), on_break="continue")

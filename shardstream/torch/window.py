@@ -1,0 +1,260 @@
+"""``Window``: the micro-batches of one optimizer step, and the arithmetic that makes every target weigh the same."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from shardstream.cursor import Cursor
+from shardstream.errors import DesyncError, PlanError
+from shardstream.torch.batch import Batch
+from shardstream.torch.counts import WindowCounts
+
+LossSum: TypeAlias = Tensor | tuple[Tensor, float]
+Gradients: TypeAlias = Literal["mean", "sum"]
+Sync: TypeAlias = Literal["last", "each"]
+
+
+@dataclass
+class Loop:
+    """What the windows of one loop have in common.
+
+    Attributes:
+        rank: Data-parallel rank.
+        gradients: How gradients are joined over the ranks.
+        sync: When, as the user said; None for what suits the model.
+        hand_out: Called with each micro-batch that the loop gets.
+        has_seen_loss: Whether ``Window.loss`` was called in this loop.
+    """
+
+    rank: int
+    gradients: Gradients
+    sync: Sync | None
+    hand_out: Callable[[Batch], None]
+    has_seen_loss: bool = False
+
+
+class Window:
+    """One optimizer step: this rank's micro-batches of the global batch, and what all ranks have of it.
+
+    Attributes:
+        batches: This rank's micro-batches; ``micro_batches`` hands them out.
+        targets: Head name → N_h, the valid targets of the window over all data-parallel ranks.
+        scale: Head name → D / N_h, what a sum of losses is multiplied by; 0 where there is no target.
+        num_samples: Samples of the window over all ranks, padding left out.
+        num_micro_batches: Micro-batches of the window over all ranks.
+        num_averaged: D, the number of ranks that gradients are averaged over; 1 where they are summed.
+    """
+
+    def __init__(self, loop: Loop, batches: Sequence[Batch], counts: WindowCounts, num_averaged: int) -> None:
+        self._loop, self.batches = loop, tuple(batches)
+        self.targets, self.num_samples = counts.targets, counts.num_samples
+        self.num_micro_batches, self.num_averaged = counts.num_micro_batches, num_averaged
+        self.scale = {head: num_averaged / count if count else 0.0 for head, count in self.targets.items()}
+        self._current: Batch | None = None
+        self._has_loss = True
+        self._under_way: WeakSet[Any] = WeakSet()  # weak: a loop that was left ends at once, as nobody holds it
+
+    def __repr__(self) -> str:
+        targets = ", ".join(f"{head}: {count}" for head, count in self.targets.items())
+        return f"Window({self.batches[0].window_index}, {self.num_samples} samples, targets {{{targets}}})"
+
+    @property
+    def cursor(self) -> Cursor:
+        """The cursor to save when this window has been trained on; the same on every rank."""
+        cursor: Cursor = self.batches[-1].place.cursor
+        return cursor
+
+    @property
+    def position(self) -> int:
+        """Position in the epoch at which the window begins."""
+        return self.batches[0].position
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether any head has a target, or, without heads, whether there is any sample: the same on every rank.
+
+        Without, the optimizer must not step: weights would still decay, and moments move.
+        """
+        return any(self.targets.values()) if self.targets else self.num_samples > 0
+
+    def micro_batches(self, model: object = None) -> Iterator[Batch]:
+        """Yields this rank's micro-batches; forward and backward belong into the body of the loop.
+
+        All but the last are under ``no_sync`` with DDP. FSDP2 (``fully_shard``) reduce-scatters each, and with HSDP
+        all-reduces after the last. However the loop is left, the model synchronises again afterwards.
+
+        Args:
+            model: The model as it is called: DDP, FSDP or a plain module, for which nothing is done.
+
+        Raises:
+            PlanError: If there are several micro-batches, and the model is DDP with ``static_graph=True``, or sums
+                gradients after each.
+            DesyncError: If the loop went past a micro-batch without ``loss``, as others do call it: their gradients
+                would pair with those of another step.
+        """
+        if len(self.batches) > 1 and _is_ddp(model):
+            _refuse_ddp(model, self._loop)
+        handed_out = self._hand_out(model)
+        self._under_way.add(handed_out)
+        return handed_out
+
+    def _hand_out(self, model: object) -> Iterator[Batch]:
+        try:
+            for batch in self.batches:
+                self._check_loss()
+                self._current, self._has_loss = batch, False
+                self._loop.hand_out(batch)
+                with _synchronised(model, self._loop.sync, is_last=batch is self.batches[-1]):
+                    yield batch
+            self._check_loss()
+        finally:
+            self._current, self._has_loss = None, True
+
+    def _check_loss(self) -> None:
+        if not self._has_loss and self._loop.has_seen_loss:
+            raise DesyncError(
+                f"rank {self._loop.rank} went past a micro-batch without window.loss, in {self!r}",
+                hint="run forward and backward on every micro-batch: its loss is an exact 0 where it has no targets",
+            )
+
+    def loss(self, **sums: LossSum) -> Tensor:
+        """Returns what to call ``backward`` on: the sum over heads of weight x sum x D / N_h.
+
+        Added up over micro-batches and averaged over ranks, the gradients are those of one process on the whole
+        window. A sum over no targets becomes an exact 0 with its graph attached, so that every rank takes part in
+        every synchronisation. Nothing waits for a device.
+
+        Args:
+            **sums: For *each* head the **sum** (not the mean) of its losses over the targets of this micro-batch, or
+                (sum, weight). Rows that are ``is_padding`` have no targets: labels are masked there, but a loss
+                that reads no labels must leave them out. Sums in half precision are scaled in float32.
+
+        Returns:
+            A scalar.
+
+        Raises:
+            PlanError: If there is no such head.
+            DesyncError: If a head is missing or has no graph on this rank, which the others would wait for.
+        """
+        self._check_heads(sums)
+        self._has_loss = self._loop.has_seen_loss = True
+        terms = []
+        for head in self.targets:
+            value = sums[head]
+            total, weight = value if isinstance(value, tuple) else (value, 1.0)
+            terms.append(self._term(head, total, weight))
+        return sum(terms[1:], terms[0])
+
+    def _term(self, head: str, total: Tensor, weight: float) -> Tensor:
+        if total.dtype in (torch.float16, torch.bfloat16):
+            total = total.float()
+        if self._current is None or bool(self._current.valid_tokens[head].any()):
+            return total * (weight * self.scale[head])
+        # A mean over nothing is nan, and nan x 0 is nan: an exact 0 all the same.
+        return torch.nan_to_num(total, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
+
+    def _check_heads(self, sums: Mapping[str, LossSum]) -> None:
+        if not self.targets:
+            hint = "give StreamingDataset(targets={'lm': 'labels'}, shifted=...), or call mean_loss"
+            raise PlanError("the dataset counts no targets, which loss divides by", hint=hint)
+        place = f"rank {self._loop.rank}, {self!r}"
+        for name in sums:
+            if name not in self.targets:
+                raise unknown_head(name, self.targets)
+        for head in self.targets:
+            if head not in sums:
+                raise DesyncError(
+                    f"head {head!r} has no loss on {place}",
+                    expected=", ".join(self.targets),
+                    found=", ".join(sums) or "none",
+                    hint="give its sum for every micro-batch: over no targets that is 0, with the graph attached",
+                )
+            total = sums[head][0] if isinstance(sums[head], tuple) else sums[head]
+            if torch.is_grad_enabled() and not total.requires_grad:  # type: ignore[union-attr]
+                raise DesyncError(
+                    f"head {head!r} is not in the graph on {place}",
+                    hint="run the head even on nothing: the sum of its empty output is 0, with a graph",
+                )
+
+    def mean_loss(self, value: Tensor) -> Tensor:
+        """Returns what to call ``backward`` on for a term that is a mean already, such as a router's balance loss.
+
+        Added up and averaged over ranks it is the mean over the window's micro-batches and ranks, each weighing the
+        same, those of a padded tail included.
+
+        Args:
+            value: A scalar of this micro-batch.
+        """
+        return value * (self.num_averaged / self.num_micro_batches)
+
+    def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> bool:
+        """Steps the optimizer, unless the window has no targets; the same on every rank.
+
+        A ``GradScaler`` is left alone with it: its ``update`` asserts that a step was taken. If you unscale gradients
+        yourself (to clip them), do that only if ``has_targets``.
+
+        Returns:
+            ``has_targets``.
+        """
+        if self.has_targets and scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif self.has_targets:
+            optimizer.step()
+        return self.has_targets
+
+    def close(self) -> None:
+        """Ends loops over ``micro_batches`` that were left but are still referenced somewhere."""
+        for handed_out in list(self._under_way):
+            handed_out.close()
+
+
+def unknown_head(name: str, known: Iterable[str]) -> PlanError:
+    """Returns the error for a head that nobody declared, with the nearest one that somebody did."""
+    near = difflib.get_close_matches(name, known, 1)
+    expected = " or ".join(known) or "no head: the dataset has no targets"
+    return PlanError(
+        f"there is no head {name!r}", expected=expected, hint=f"did you mean {near[0]!r}?" if near else None
+    )
+
+
+def _refuse_ddp(model: Any, loop: Loop) -> None:
+    """Refuses what DDP cannot do with several micro-batches."""
+    if loop.sync == "each" and loop.gradients == "sum":
+        hint = "leave sync= out: gradients are then summed once, after the last micro-batch"
+        raise PlanError("DDP would sum what is summed already again after each micro-batch", hint=hint)
+    if loop.sync != "each" and getattr(model, "static_graph", False):
+        hint = "use static_graph=False, accumulate=1, or windows(sync='each')"
+        raise PlanError("DDP with static_graph=True cannot leave out a synchronisation", hint=hint)
+
+
+@contextmanager
+def _synchronised(model: Any, sync: Sync | None, *, is_last: bool) -> Iterator[None]:
+    """Withholds what need not be communicated before the last micro-batch, and restores it in any case."""
+    if is_last or model is None:
+        yield
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2, HSDP
+        # Reduce-scatter each micro-batch, all-reduce over replicas (HSDP) the last one only.
+        withhold = model.set_requires_gradient_sync if sync == "last" else model.set_requires_all_reduce
+        withhold(False)  # noqa: FBT003 - FSDP2's interface
+        try:
+            yield
+        finally:
+            withhold(True)  # noqa: FBT003
+    elif hasattr(model, "no_sync") and (sync == "last" or (sync is None and _is_ddp(model))):
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def _is_ddp(model: object) -> bool:
+    return hasattr(model, "require_backward_grad_sync")  # asked of the wrapped model by compiled ones

@@ -1,0 +1,126 @@
+"""Every way to wrap a model: DDP, a communication hook, FSDP2, HSDP, a mesh with tensor-parallel peers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstream.errors import PlanError
+from shardstream.torch.windows import windows
+from tests.support.processes import run_checks
+from tests.support.training import BOUNDS, TwoHeads, check, fake_window, reference, relative_error, right, step_with
+
+pytestmark = pytest.mark.distributed
+
+
+def fsdp2_equals_one_process(rank):
+    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
+    for sync in ("each", "last", None):
+        for dtype in BOUNDS:
+            model = TwoHeads(counts, dtype)
+            for head in model.heads.values():
+                fully_shard(head)
+            fully_shard(model)
+            found = step_with(model, fake_window(counts, rank, dtype), right, options={"sync": sync})
+            check([[tensor.full_tensor() for tensor in tensors] for tensors in found], counts, dtype)
+
+
+def a_communication_hook_that_sums(rank):
+    counts = {"lm": [[3, 1], [0, 7]]}
+    for gradients, factor in (("sum", 1.0), ("mean", 2.0)):
+        model = TwoHeads(counts)
+        wrapped = DistributedDataParallel(model)
+        wrapped.register_comm_hook(None, summing_hook)
+        found, _ = step_with(model, fake_window(counts, rank), right, options={"gradients": gradients}, wrapped=wrapped)
+        expected = [factor * gradient for gradient in reference(counts, torch.float64)[0]]
+        assert relative_error(found, expected) <= 1e-12
+
+
+def summing_hook(state, bucket):
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def what_ddp_cannot_do_is_refused(rank):
+    counts = {"lm": [[1, 1], [1, 1]]}
+    wrapped = DistributedDataParallel(TwoHeads(counts), static_graph=True)
+    [window] = windows(fake_window(counts, rank))
+    with pytest.raises(PlanError, match="static_graph"):
+        window.micro_batches(wrapped)
+    [window] = windows(fake_window(counts, rank), gradients="sum", sync="each")
+    with pytest.raises(PlanError, match="again after each micro-batch"):
+        window.micro_batches(DistributedDataParallel(TwoHeads(counts)))
+
+
+def ddp_may_synchronise_each_micro_batch(rank):
+    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
+    model = TwoHeads(counts)
+    wrapped = DistributedDataParallel(model)
+    check(
+        step_with(model, fake_window(counts, rank), right, options={"sync": "each"}, wrapped=wrapped),
+        counts,
+        torch.float64,
+    )
+
+
+TWO_RANKS = [
+    fsdp2_equals_one_process,
+    a_communication_hook_that_sums,
+    ddp_may_synchronise_each_micro_batch,
+    what_ddp_cannot_do_is_refused,
+]
+
+
+def a_mesh_with_tensor_parallel_peers(rank):
+    """Peers in the mesh's second dimension hold the same data: it counts once, whoever averages over it."""
+    counts = {"aux": [[0, 4], [1, 0]], "lm": [[1, 2], [0, 0]]}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    data_rank = mesh.get_local_rank("dp")
+    for group, given in ((mesh.get_group("dp"), mesh), (None, mesh["dp"])):
+        model = TwoHeads(counts)
+        wrapped = DistributedDataParallel(model, process_group=group)
+        check(
+            step_with(model, fake_window(counts, data_rank), right, options={"mesh": given}, wrapped=wrapped),
+            counts,
+            torch.float64,
+        )
+    [window] = windows(fake_window(counts, data_rank), group=mesh.get_group("dp"))
+    assert (window.targets, window.num_averaged) == ({"aux": 5, "lm": 3}, 2)
+
+
+def hsdp_equals_one_process(rank):
+    counts = {"lm": [[1, 2], [0, 0], [4, 1], [0, 9]]}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for sync in (None, "last"):
+        model = TwoHeads(counts)
+        fully_shard(model, mesh=mesh)
+        options = {"mesh": mesh, "mesh_dim": ("replicate", "shard"), "sync": sync}
+        found = step_with(model, fake_window(counts, rank), right, options=options)
+        check([[tensor.full_tensor() for tensor in tensors] for tensors in found], counts, torch.float64)
+
+
+FOUR_RANKS = [a_mesh_with_tensor_parallel_peers, hsdp_equals_one_process]
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return run_checks(TWO_RANKS, 2)
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    return run_checks(FOUR_RANKS, 4)
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in TWO_RANKS])
+def test_on_two_ranks(two_ranks, name):
+    assert two_ranks[name] == [""] * 2, "\n".join(two_ranks[name])
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in FOUR_RANKS])
+def test_on_four_ranks(four_ranks, name):
+    assert four_ranks[name] == [""] * 4, "\n".join(four_ranks[name])
