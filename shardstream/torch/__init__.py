@@ -9,7 +9,10 @@ from shardstream.torch.decode import decode
 from shardstream.torch.loader import StreamingLoader
 from shardstream.torch.rendezvous import init_process_group
 from shardstream.torch.topology import Topology, resolve_topology
+from shardstream.torch.uneven import UnevenInputs
 from shardstream.torch.verify import verify_ranks
+from shardstream.torch.window import Window
+from shardstream.torch.windows import windows
 
 __all__ = [
     "Batch",
@@ -17,9 +20,12 @@ __all__ = [
     "StreamingDataset",
     "StreamingLoader",
     "Topology",
+    "UnevenInputs",
+    "Window",
     "decode",
     "init_process_group",
     "pad_tokens",
     "resolve_topology",
     "verify_ranks",
+    "windows",
 ]
