@@ -14,6 +14,7 @@ from math import gcd
 
 import numpy as np
 
+from shardstream.audit.simulate import window_rows
 from shardstream.audit.visits import Visits
 from shardstream.deal import Deal
 from shardstream.permutation import Int64Array
@@ -92,22 +93,9 @@ def _cost(plan: Plan, num_opens: float | None, how: str, open_runs: int | None) 
 
 def _readers(deal: Deal, num_readers: int, begin: int, end: int) -> tuple[Int64Array, Int64Array]:
     """Deals windows ``begin`` .. ``end - 1``: each row's position, and its reader ``rank * num_readers + worker``."""
-    positions, readers = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-    num_whole = min(end, deal.num_whole_windows) - begin
-    for rank in range(deal.world_size):
-        if num_whole > 0:
-            parts = deal.parts(rank, begin, num_whole)
-            window, place = np.arange(begin, begin + num_whole), np.arange(parts.shape[1])
-            batches = window[:, None] * deal.accumulate + place // deal.batch_size
-            positions.append(parts.ravel())
-            readers.append(rank * num_readers + batches.ravel() % num_readers)
-        if end > deal.num_whole_windows:
-            part = deal.part(deal.num_whole_windows, rank).positions
-            batch = deal.num_whole_windows * deal.accumulate + np.arange(len(part)) // deal.batch_size
-            new = part >= deal.start + deal.num_whole_windows * deal.global_batch  # "repeat" reads the first ones again
-            positions.append(part[new])
-            readers.append((rank * num_readers + batch % num_readers)[new])
-    return np.concatenate(positions), np.concatenate(readers)
+    rows = window_rows(deal, begin, end)
+    new = rows.positions >= deal.start + rows.window * deal.global_batch  # "repeat" reads the first ones again
+    return rows.positions[new], (rows.rank * num_readers + rows.batch_index % num_readers)[new]
 
 
 def _pairs(visits: Visits, deal: Deal, num_readers: int, begin: int, end: int) -> Int64Array:
@@ -227,18 +215,18 @@ def _most_lanes(deal: Deal, num_readers: int) -> int:
 
 def _opens_without_blocks(plan: Plan, epoch: int) -> tuple[float, str]:
     """Counts the distinct blocks of each micro-batch."""
-    here = plan.epoch(epoch)
-    num_windows = here.deal.num_windows
-    windows = range(num_windows)
+    deal = plan.epoch(epoch).deal
+    at_once = max(1, _SLICE // plan.global_batch)
+    stretches = [(begin, min(begin + at_once, deal.num_windows)) for begin in range(0, deal.num_windows, at_once)]
     if plan.num_positions > _MOST_POSITIONS:
-        windows = range(0, num_windows, -(-num_windows // _NUM_WINDOWS))
+        stretches = [(w, w + 1) for w in range(0, deal.num_windows, -(-deal.num_windows // _NUM_WINDOWS))]
     num_opens = 0
-    for window in windows:
-        for rank in range(plan.world_size):
-            positions = here.deal.part(window, rank).positions
-            block = plan.locate(epoch, positions).block
-            batch = np.arange(len(positions)) // plan.batch_size
-            num_opens += len(np.unique(batch * plan.manifest.num_blocks + block))
-    if len(windows) == num_windows:
+    for begin, end in stretches:
+        rows = window_rows(deal, begin, end)
+        block = plan.locate(epoch, rows.positions).block
+        micro_batch = rows.batch_index * plan.world_size + rows.rank
+        num_opens += len(np.unique(micro_batch * plan.manifest.num_blocks + block))
+    num_seen = sum(end - begin for begin, end in stretches)
+    if num_seen == deal.num_windows:
         return num_opens, "exact, by dealing every row"
-    return num_opens * num_windows / len(windows), f"estimated from {len(windows)} of {num_windows} windows"
+    return num_opens * deal.num_windows / num_seen, f"estimated from {num_seen} of {deal.num_windows} windows"

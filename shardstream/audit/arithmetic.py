@@ -211,11 +211,14 @@ def _check_whole_windows(here: EpochPlan) -> tuple[list[str], str]:
             astray = np.flatnonzero((parts - first != pattern[rank]).any(axis=1))
             texts = (_not_as_others(deal, begin + w, rank, parts[w], pattern[rank]) for w in astray.tolist())
             faults += named(texts, len(astray))
-    proof = (
-        f"deal: {num_dealt // deal.world_size} of {num_windows} whole windows enumerated for all {deal.world_size} "
-        f"ranks: each holds its {global_batch} positions once"
+    return faults, _all_windows(deal, num_dealt // deal.world_size, num_windows)
+
+
+def _all_windows(deal: Deal, num_dealt: int, num_windows: int) -> str:
+    return (
+        f"deal: {num_dealt} of {num_windows} whole windows enumerated for all {deal.world_size} ranks: each holds its "
+        f"{deal.world_size * deal.batch_size * deal.accumulate} positions once"
     )
-    return faults, proof
 
 
 def _not_as_others(deal: Deal, window: int, rank: int, part: Int64Array, pattern: Int64Array) -> str:
@@ -241,6 +244,9 @@ def _permuted(deal: Deal, window: int, offsets: Int64Array) -> list[str]:
 def _check_classes(deal: Deal, num_windows: int, num_classes: int) -> tuple[list[str], str]:
     global_batch = deal.world_size * deal.batch_size * deal.accumulate
     num_looked_at = max(1, _MOST_CLASS_POSITIONS // (global_batch * deal.world_size))
+    if num_windows <= num_looked_at:
+        faults = [fault for window in range(num_windows) for fault in _permuted(deal, window, _window(deal, window))]
+        return faults, _all_windows(deal, num_windows, num_windows)
     classes = _evenly(num_classes, num_looked_at)
     faults = []
     for window in classes:

@@ -63,7 +63,10 @@ def check_by_enumeration(plan: Plan, start: Cursor, num_epochs: int, num_readers
 def check_order(here: EpochPlan) -> list[str]:
     """Locates every position of an epoch and finds the samples that are not there exactly once."""
     num_positions = here.deal.num_positions
-    ids = here.order.sample_ids(np.arange(num_positions))
+    try:
+        ids = here.order.sample_ids(np.arange(num_positions))
+    except (IndexError, ValueError) as error:
+        return [f"epoch {here.epoch}: the order cannot be followed: {error}"]
     if len(ids) != num_positions or (len(ids) and not 0 <= ids.min() <= ids.max() < num_positions):
         return [f"epoch {here.epoch}: the order leads outside the {num_positions} samples"]
     times = np.bincount(ids, minlength=num_positions)

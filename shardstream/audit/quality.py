@@ -9,12 +9,15 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.audit.labels import Labels
+from shardstream.audit.simulate import WindowRows, window_rows
+from shardstream.deal import Deal
 from shardstream.permutation import Int64Array
 from shardstream.plan import EpochPlan, Plan
 
 _MOST_POSITIONS = 1 << 20  # all windows up to here, some beyond
-_MOST_PARTS = 1 << 12  # of windows, one a rank
 _NUM_WINDOWS = 16  # looked at, at least
+_SPREAD = 8  # windows apart from each other cost more than all in a row
+_ROWS_A_PART = 64  # dealing a rank's part of a window costs about as much as this many rows
 
 
 @dataclass(frozen=True)
@@ -112,53 +115,51 @@ def shuffle_quality(plan: Plan, epoch: int = 0, labels: Labels | None = None) ->
     num_windows, num_samples = here.deal.num_windows, plan.num_positions
     if num_windows == 0:
         return None
-    windows = list(range(num_windows))
-    if num_samples > _MOST_POSITIONS or num_windows * plan.world_size > _MOST_PARTS:
-        at_most = max(_NUM_WINDOWS, min(_MOST_POSITIONS // plan.global_batch, _MOST_PARTS // plan.world_size))
-        windows = sorted(set(np.linspace(0, num_windows - 1, at_most).astype(np.int64).tolist()))
-    sizes: list[int] = []
-    num_meeting, in_window, in_micro = 0, [], []
-    for window in windows:
-        micro_batches = _micro_batches(here, window, num_samples)
-        ids = np.unique(np.concatenate(micro_batches))
-        sizes.append(len(ids))
-        num_meeting += _num_neighbours(here, ids)
-        if labels is not None:
-            in_window.append(len(np.unique(labels.codes[ids])))
-            in_micro += [(len(micro), len(np.unique(labels.codes[micro]))) for micro in micro_batches]
+    rows, num_seen = _rows_looked_at(here.deal, num_windows)
+    real = ~rows.is_padding & (rows.positions < num_samples)  # what lies beyond is the next epoch's
+    window, ids = rows.window[real], here.order.sample_ids(rows.positions[real])
+    in_window = np.unique(window * num_samples + ids)
+    sizes = np.bincount(in_window // num_samples)[np.unique(window)]
     all_sizes = np.full(num_windows, plan.global_batch)
     all_sizes[-1] = sizes[-1]
     num_pairs = num_samples - int(np.count_nonzero(np.diff(plan.manifest.first_sample)))
-    scale = int(all_sizes.sum()) / sum(sizes) / max(num_pairs, 1)
-    quality = (len(windows), num_windows, float(num_meeting * scale), uniform_neighbours(all_sizes, num_samples))
+    neighbours = _num_neighbours(here, in_window) * all_sizes.sum() / sizes.sum() / max(num_pairs, 1)
+    quality = (num_seen, num_windows, float(neighbours), uniform_neighbours(all_sizes, num_samples))
     if labels is None:
         return ShuffleQuality(*quality)
+    micro_batch = rows.batch_index[real] * plan.world_size + rows.rank[real]
+    codes = labels.codes[ids]
     return ShuffleQuality(
         *quality,
-        classes_per_global_batch=float(np.mean(in_window)),
-        uniform_classes_per_global_batch=_mean_expected(labels, sizes),
-        classes_per_micro_batch=float(np.mean([found for _, found in in_micro])),
-        uniform_classes_per_micro_batch=_mean_expected(labels, [size for size, _ in in_micro]),
+        *_classes(labels, window, codes),
+        *_classes(labels, micro_batch, codes),
         num_classes=len(labels.class_sizes),
     )
 
 
-def _mean_expected(labels: Labels, sizes: list[int]) -> float:
-    by_size = {size: expected_classes(labels.class_sizes, size) for size in set(sizes)}
-    return float(np.mean([by_size[size] for size in sizes]))
+def _rows_looked_at(deal: Deal, num_windows: int) -> tuple[WindowRows, int]:
+    """Returns the rows of all windows, or of evenly spread ones, and of how many."""
+    at_most = max(_NUM_WINDOWS, _MOST_POSITIONS // deal.global_batch)
+    if num_windows <= at_most:
+        return window_rows(deal, 0, num_windows), num_windows
+    at_most = max(_NUM_WINDOWS, _MOST_POSITIONS // _SPREAD // max(deal.global_batch, deal.world_size * _ROWS_A_PART))
+    chosen = sorted(set(np.linspace(0, num_windows - 1, at_most).astype(np.int64).tolist()))
+    spread = [window_rows(deal, window, window + 1) for window in chosen]
+    return WindowRows(*map(np.concatenate, zip(*spread, strict=True))), len(chosen)
 
 
-def _micro_batches(here: EpochPlan, window: int, num_samples: int) -> list[Int64Array]:
-    """Returns the sample ids of each micro-batch of a window, padding and what lies in the next epoch left out."""
-    parts = [here.deal.part(window, rank) for rank in range(here.deal.world_size)]
-    counted = [~part.is_padding & (part.positions < num_samples) for part in parts]
-    positions = np.concatenate([part.positions[real] for part, real in zip(parts, counted, strict=True)])
-    ids = here.order.sample_ids(positions)
-    size, ends = here.deal.batch_size, np.cumsum([int(real.sum()) for real in counted])
-    of_rank = np.split(ids, ends[:-1])
-    return [part[k : k + size] for part in of_rank for k in range(0, len(part), size)]
+def _classes(labels: Labels, batch: Int64Array, codes: Int64Array) -> tuple[float, float]:
+    """Returns the mean number of distinct classes in batches, and what a uniform shuffle would give."""
+    num_classes = len(labels.class_sizes)
+    _, sizes = np.unique(batch, return_counts=True)
+    found = len(np.unique(batch * num_classes + codes)) / len(sizes)
+    sizes, times = np.unique(sizes, return_counts=True)
+    expected = [expected_classes(labels.class_sizes, size) for size in sizes.tolist()]
+    return found, float(np.average(expected, weights=times))
 
 
-def _num_neighbours(here: EpochPlan, sorted_ids: Int64Array) -> int:
-    shard = here.order.manifest.shard_of_sample(sorted_ids)
-    return int(((np.diff(sorted_ids) == 1) & (np.diff(shard) == 0)).sum())
+def _num_neighbours(here: EpochPlan, in_window: Int64Array) -> int:
+    """Counts neighbours in a shard that are in the same window; ``in_window`` is sorted, window * N + id."""
+    window, ids = np.divmod(in_window, here.deal.num_positions)
+    shard = here.order.manifest.shard_of_sample(ids)
+    return int(((np.diff(in_window) == 1) & (np.diff(window) == 0) & (np.diff(shard) == 0)).sum())

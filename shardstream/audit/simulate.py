@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardstream.cursor import Cursor
-from shardstream.deal import BoolArray
+from shardstream.deal import BoolArray, Deal
 from shardstream.permutation import Int64Array
 from shardstream.plan import EpochPlan, Plan, PlannedBatch
 
@@ -119,4 +119,45 @@ def columns(plan: Plan, dealt: Iterator[DealtBatch] | list[DealtBatch]) -> Dealt
         num_rows=num_rows,
         positions=np.concatenate(positions),
         is_padding=np.concatenate(is_padding),
+    )
+
+
+class WindowRows(NamedTuple):
+    """The rows of some windows over all ranks."""
+
+    positions: Int64Array
+    """int64[num_rows]; from N on they belong to the next epoch."""
+    is_padding: BoolArray
+    """bool[num_rows]."""
+    rank: Int64Array
+    """int64[num_rows]."""
+    batch_index: Int64Array
+    """int64[num_rows]: index among the rank's micro-batches."""
+    window: Int64Array
+    """int64[num_rows]."""
+
+
+def window_rows(deal: Deal, begin: int, end: int) -> WindowRows:
+    """Deals windows ``begin`` .. ``end - 1`` to all ranks at once; ``end`` may lie behind the last one."""
+    none = np.empty(0, np.int64)
+    made = [(0, none, none.astype(np.bool_), none, none)]
+    num_whole = min(end, deal.num_whole_windows) - begin
+    for rank in range(deal.world_size):
+        if num_whole > 0:
+            parts = deal.parts(rank, begin, num_whole)
+            window = np.repeat(np.arange(begin, begin + num_whole), parts.shape[1])
+            made.append((rank, parts.ravel(), np.zeros(parts.size, np.bool_), window, np.arange(parts.size)))
+        if end > deal.num_whole_windows:
+            part = deal.part(deal.num_whole_windows, rank)
+            window = np.full(len(part.positions), deal.num_whole_windows)
+            made.append((rank, part.positions, part.is_padding, window, np.arange(len(part.positions))))
+    share = deal.batch_size * deal.accumulate
+    ranks, positions, is_padding, windows, places = zip(*made, strict=True)
+    window, place = np.concatenate(windows), np.concatenate(places)
+    return WindowRows(
+        positions=np.concatenate(positions),
+        is_padding=np.concatenate(is_padding),
+        rank=np.repeat(ranks, [len(each) for each in positions]),
+        batch_index=window * deal.accumulate + place % share // deal.batch_size,
+        window=window,
     )
