@@ -55,7 +55,7 @@ def packed_run(rows: Rows, order: Int64Array, first_sample: int, packing: Packin
 
     Raises:
         DecodeError: If a row holds no tokens (nulls in a list, other values than whole numbers), or its loss mask
-            does not fit; the row is counted in the run.
+            does not fit; it names the sample.
 
     Example:
         >>> lists = Slices(np.array([5, 6, 7]), np.array([0, 2]), np.array([2, 1]), "list")
@@ -64,14 +64,15 @@ def packed_run(rows: Rows, order: Int64Array, first_sample: int, packing: Packin
         ([7, 0, 5, 6, 0], [0, 2, 5], [41, 40])
     """
     dtype = packing.tokens_dtype
-    lists = _lists_of(packing.column, rows.columns[packing.column], None if dtype is None else np.dtype(dtype))
+    column = rows.columns[packing.column]
+    lists = _lists_of(packing.column, column, None if dtype is None else np.dtype(dtype), first_sample)
     kept = order if lists.nulls is None else order[~lists.nulls[order]]
     tokens, lengths = _end_to_end(lists, kept, packing.eos_id)
     if tokens.dtype.kind not in "iu":
         raise DecodeError(f"column {packing.column!r} holds no tokens", expected="whole numbers", found=tokens.dtype)
     is_target = None
     if packing.loss_mask_column is not None:
-        is_target = _loss_mask(packing, rows, lists, kept)
+        is_target = _loss_mask(packing, rows, lists, kept, first_sample)
     has_tokens = lengths > 0
     run = PackedRun(
         tokens=tokens,
@@ -140,7 +141,7 @@ class _Lists(NamedTuple):
     dtype: np.dtype[Any]  # of the numbers; where values are raw bytes it differs from theirs
 
 
-def _lists_of(name: str, column: Column, raw_dtype: np.dtype[Any] | None) -> _Lists:
+def _lists_of(name: str, column: Column, raw_dtype: np.dtype[Any] | None, first_sample: int) -> _Lists:
     if isinstance(column, Slices) and column.kind == "list":
         return _Lists(column.values, column.starts, column.lengths, column.nulls, column.values.dtype)
     if isinstance(column, Dense) and column.values.ndim == 2:  # noqa: PLR2004 - lists of a fixed size
@@ -155,13 +156,12 @@ def _lists_of(name: str, column: Column, raw_dtype: np.dtype[Any] | None) -> _Li
         odd = np.flatnonzero(column.lengths % raw_dtype.itemsize)
         if len(odd):
             expected, found = f"a multiple of {raw_dtype.itemsize}", int(column.lengths[odd[0]])
-            raise DecodeError(
-                f"the bytes of {name!r} are no {raw_dtype}", row=int(odd[0]), expected=expected, found=found
-            )
+            what = f"the bytes of {name!r} of sample {first_sample + int(odd[0])} are no {raw_dtype}"
+            raise DecodeError(what, expected=expected, found=found)
         return _Lists(column.values, column.starts, column.lengths, column.nulls, raw_dtype.newbyteorder("<"))
     if isinstance(column, Objects):
-        holes = (row for row, value in enumerate(column.values) if value is not None and None in value)
-        raise DecodeError(f"a list in column {name!r} holds a null", row=next(holes, None), expected="tokens")
+        row = next((row for row, value in enumerate(column.values) if value is not None and None in value), 0)
+        raise DecodeError(f"column {name!r} of sample {first_sample + row} is no list of tokens: a null is in it")
     raise DecodeError(f"column {name!r} holds no lists of tokens", found=type(column).__name__)
 
 
@@ -185,9 +185,9 @@ def _joined(parts: list[Numbers], dtype: np.dtype[Any]) -> Numbers:
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
-def _loss_mask(packing: Packing, rows: Rows, tokens: _Lists, kept: Int64Array) -> BoolArray:
+def _loss_mask(packing: Packing, rows: Rows, tokens: _Lists, kept: Int64Array, first_sample: int) -> BoolArray:
     name = str(packing.loss_mask_column)
-    mask = _lists_of(name, rows.columns[name], np.dtype(np.uint8))
+    mask = _lists_of(name, rows.columns[name], np.dtype(np.uint8), first_sample)
     num_tokens = tokens.lengths
     if tokens.dtype != tokens.values.dtype:
         num_tokens = num_tokens // tokens.dtype.itemsize
@@ -195,8 +195,7 @@ def _loss_mask(packing: Packing, rows: Rows, tokens: _Lists, kept: Int64Array) -
     if len(wrong):
         row = int(wrong[0])
         raise DecodeError(
-            f"the loss mask {name!r} needs one number for each of {packing.column!r}",
-            row=row,
+            f"the loss mask {name!r} of sample {first_sample + row} needs one number a token",
             expected=int(num_tokens[row]),
             found=int(mask.lengths[row]),
         )

@@ -195,21 +195,21 @@ class PackedOrder:
     """The order of one epoch's sequences: which tokens stand at each position 0..N-1.
 
     Args:
-        rows: The order of the samples: of its blocks, and of the documents of a run.
+        samples: The order of the samples: of its blocks, and of the documents of a run.
         packed: How documents are packed.
 
     Raises:
         PlanError: If the order has no line of blocks.
     """
 
-    rows: EpochOrder
+    samples: EpochOrder
     packed: Packed
 
     def __post_init__(self) -> None:
-        if isinstance(self.rows.shuffle, str):
+        if isinstance(self.samples.shuffle, str):
             hint = "use shuffle=True"
             raise PlanError(
-                "packed documents are read block by block", found=f"shuffle={self.rows.shuffle!r}", hint=hint
+                "packed documents are read block by block", found=f"shuffle={self.samples.shuffle!r}", hint=hint
             )
 
     @property
@@ -220,25 +220,25 @@ class PackedOrder:
     @property
     def manifest(self) -> Manifest:
         """The data set."""
-        return self.rows.manifest
+        return self.samples.manifest
 
     @property
     def lanes(self) -> int:
         """Number of lanes."""
-        return self.rows.lanes
+        return self.samples.lanes
 
     @property
     def shuffle(self) -> bool | str:
         """True or False."""
-        return self.rows.shuffle
+        return self.samples.shuffle
 
     @cached_property
     def lane_cut(self) -> Lanes:
         """The lanes over sequences, with phases where a block has more than one run."""
-        rows = self.rows
-        if rows.shuffle is True and rows.manifest.has_long_blocks:
-            return Lanes.keyed(self.num_positions, rows.lanes, seed=rows.seed, epoch=rows.epoch)
-        return Lanes(self.num_positions, rows.lanes)
+        samples = self.samples
+        if samples.shuffle is True and samples.manifest.has_long_blocks:
+            return Lanes.keyed(self.num_positions, samples.lanes, seed=samples.seed, epoch=samples.epoch)
+        return Lanes(self.num_positions, samples.lanes)
 
     def sample_ids(self, positions: Positions) -> Int64Array:
         """Returns the place on the line of the sequence at each position: int64[n], a bijection of 0..N-1.
@@ -262,7 +262,7 @@ class PackedOrder:
     @cached_property
     def line_runs(self) -> npt.NDArray[np.int32]:
         """int32: the runs that hold anything, numbered as in the manifest, in the order in which the line has them."""
-        blocks, first = self.rows.line_blocks, self._block_first_run
+        blocks, first = self.samples.line_blocks, self._block_first_run
         sizes = np.diff(first)[blocks]
         begin = np.cumsum(sizes) - sizes
         runs = np.repeat(first[blocks] - begin, sizes) + np.arange(int(sizes.sum()))
@@ -274,10 +274,14 @@ class PackedOrder:
         lengths = self.packed.run_lengths[self.line_runs]
         return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
+    def run_length(self, block: int, run: int) -> int:
+        """Returns the tokens of a run, ends of documents included; in whole mode its sequences."""
+        return int(self.packed.run_lengths[self._block_first_run[block] + run])
+
     @cached_property
     def line_start(self) -> Int64Array:
         """int64[num_blocks + 1]: the first sequence that begins in each block of the line, or behind it."""
-        by_block = np.add.reduceat(self.packed.run_lengths, self._block_first_run[:-1])[self.rows.line_blocks]
+        by_block = np.add.reduceat(self.packed.run_lengths, self._block_first_run[:-1])[self.samples.line_blocks]
         start: Int64Array = np.concatenate((np.zeros(1, np.int64), np.cumsum(by_block)))
         if self.packed.packing.mode == "whole":
             return start
@@ -286,7 +290,7 @@ class PackedOrder:
     @property
     def line_blocks(self) -> Int64Array:
         """int64[num_blocks]: the blocks in the order in which the line holds them."""
-        return self.rows.line_blocks
+        return self.samples.line_blocks
 
     def pieces(self, sequence_ids: Int64Array) -> Pieces:
         """Returns the pieces of runs that sequences are made of.

@@ -21,6 +21,7 @@ from shardstream.deal import PARITY_TAILS, BoolArray, Deal
 from shardstream.errors import CursorError, PlanError, ShardStreamWarning, shown_url
 from shardstream.manifest import Manifest
 from shardstream.order import EpochOrder, Located, Shuffle, default_lanes
+from shardstream.packing import Packed, PackedOrder, Packing
 from shardstream.permutation import Int64Array
 
 _DEALT_AT_ONCE = 4096  # samples of a rank
@@ -60,6 +61,7 @@ class Plan:
         lanes: Lanes of the order.
         shuffle: How the order is shuffled.
         tail: What happens to the last, partial window of an epoch.
+        packed: The data set as packed sequences, which are then what positions, batches and lanes count; or None.
     """
 
     manifest: Manifest
@@ -70,6 +72,7 @@ class Plan:
     lanes: int
     shuffle: Shuffle
     tail: str
+    packed: Packed | None = None
 
     @classmethod
     def make(
@@ -84,6 +87,7 @@ class Plan:
         lanes: int | None = None,
         shuffle: Shuffle = True,
         tail: str = "pad",
+        packing: Packing | None = None,
     ) -> Plan:
         """Returns a plan with the defaults of the design, everything checked.
 
@@ -110,11 +114,14 @@ class Plan:
         if lanes is None:
             one_lane = shuffle is not True or tail in PARITY_TAILS
             lanes = 1 if one_lane else default_lanes(world_size * batch_size * accumulate, manifest.num_blocks)
-        plan = cls(manifest, seed, world_size, batch_size, accumulate, lanes, shuffle, tail)
+        packed = None if packing is None else Packed.of(manifest, packing)
+        if packed is not None and packed.num_sequences == 0:
+            raise PlanError("the data set has no two tokens to make a sequence of", found=f"{packed.num_places} tokens")
+        plan = cls(manifest, seed, world_size, batch_size, accumulate, lanes, shuffle, tail, packed)
         first = plan.epoch(0)
         if first.deal.num_windows == 0:
             warnings.warn(
-                f"tail={tail!r} leaves no step: {manifest.num_samples} samples do not fill one global batch of "
+                f"tail={tail!r} leaves no step: {plan.num_positions} samples do not fill one global batch of "
                 f"{plan.global_batch} ({world_size} ranks); use tail='pad' or a smaller global batch",
                 ShardStreamWarning,
                 stacklevel=2,
@@ -129,12 +136,16 @@ class Plan:
     @property
     def num_positions(self) -> int:
         """N: positions of an epoch."""
-        return self.manifest.num_samples
+        return self.manifest.num_samples if self.packed is None else self.packed.num_sequences
 
     @cached_property
-    def _order(self) -> Callable[[int], EpochOrder]:
-        """The orders of the epochs in use: the current one, and the next where windows reach over."""
-        return lru_cache(maxsize=2)(lambda epoch: EpochOrder(self.manifest, self.seed, epoch, self.lanes, self.shuffle))
+    def order(self) -> Callable[[int], EpochOrder | PackedOrder]:
+        """Returns the order of an epoch; those in use are kept: the current one, the next where windows reach over."""
+        return lru_cache(maxsize=2)(self._make_order)
+
+    def _make_order(self, epoch: int) -> EpochOrder | PackedOrder:
+        order = EpochOrder(self.manifest, self.seed, epoch, self.lanes, self.shuffle)
+        return order if self.packed is None else PackedOrder(order, self.packed)
 
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # not what was only remembered
@@ -150,17 +161,29 @@ class Plan:
             lanes=self.lanes,
             start=start,
         )
-        return EpochPlan(epoch, self._order(epoch), deal)
+        return EpochPlan(epoch, self.order(epoch), deal)
+
+    def sample_ids(self, epoch: int, positions: Int64Array) -> Int64Array:
+        """Returns the sample id (of packed sequences: the place on the line) at positions; as ``locate``."""
+        epochs, places = np.divmod(epoch * self.num_positions + positions, self.num_positions)
+        ids = np.empty(len(positions), np.int64)
+        for there in np.unique(epochs).tolist():
+            ids[epochs == there] = self.order(there).sample_ids(places[epochs == there])
+        return ids
 
     def locate(self, epoch: int, positions: Int64Array) -> Located:
-        """Returns block, run and row of positions; those from N on belong to the epochs that follow."""
+        """Returns block, run and row of positions; those from N on belong to the epochs that follow.
+
+        Raises:
+            PlanError: If sequences are packed, which are made of several rows.
+        """
         ahead = positions // self.num_positions
-        if not ahead.any():
-            return self._order(epoch).rows(positions)
         located = np.empty((3, len(positions)), np.int64)
         for more in np.unique(ahead).tolist():
-            there = ahead == more
-            located[:, there] = self._order(epoch + more).rows(positions[there] - more * self.num_positions)
+            there, order = ahead == more, self.order(epoch + more)
+            if isinstance(order, PackedOrder):
+                raise PlanError("a packed sequence is not one row", hint="ask the order for its pieces")
+            located[:, there] = order.rows(positions[there] - more * self.num_positions)
         return Located(*located)
 
     # ------------------------------------------------------------------------------------------------ cursors
@@ -186,6 +209,7 @@ class Plan:
             shuffle=self.shuffle,
             lanes=self.lanes,
             tail=self.tail,
+            packing=None if self.packed is None else self.packed.packing.identity(),
             world_size=self.world_size if self.tail in PARITY_TAILS else None,
             manifest=None if self.manifest.path is None else shown_url(self.manifest.path),
         )
@@ -319,7 +343,7 @@ class EpochPlan:
     """The order and the deal of one epoch."""
 
     epoch: int
-    order: EpochOrder
+    order: EpochOrder | PackedOrder
     deal: Deal
 
 

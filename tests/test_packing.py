@@ -113,7 +113,7 @@ def test_every_token_is_there_and_a_target_once(corpus, packing, epoch):
     targets = Counter()
     for block, num in enumerate((-(-manifest.block_rows // manifest.block_run_rows)).tolist()):
         for run in range(num):
-            packed = run_of(order.rows, lengths, packing, block, run)
+            packed = run_of(order.samples, lengths, packing, block, run)
             targets.update(packed.tokens[packed.is_target].tolist())
             for begin, end in zip(packed.sequence_start, packed.sequence_start[1:], strict=False):
                 assert begin < end <= begin + packing.sequence_length + 1
@@ -254,14 +254,14 @@ def test_masks():
 @pytest.mark.parametrize(
     ("column", "packing", "message"),
     [
-        (Objects([[1], None, [1, None]]), Packing(4), "holds a null.*|row 2"),
+        (Objects([[1], None, [1, None]]), Packing(4), "sample 12 is no list of tokens: a null"),
         (Slices(np.zeros(3), np.arange(3), np.ones(3, np.int64), "list"), Packing(4), "expected whole numbers"),
         (Slices(np.zeros(3, np.uint8), np.arange(3), np.ones(3, np.int64), "text"), Packing(4), "no lists of tokens"),
         (Slices(np.zeros(3, np.uint8), np.arange(3), np.ones(3, np.int64), "bytes"), Packing(4), "tokens_dtype="),
         (
             Slices(np.zeros(3, np.uint8), np.arange(3), np.ones(3, np.int64), "bytes"),
             Packing(4, tokens_dtype="uint16"),
-            "row 0.*multiple of 2, found 1",
+            "of sample 10 are no uint16: expected a multiple of 2, found 1",
         ),
         (
             Slices(np.zeros(3, np.uint8), np.arange(3), np.ones(3, np.int64), "list"),
@@ -273,14 +273,14 @@ def test_masks():
 )
 def test_columns_that_hold_no_tokens_are_refused(column, packing, message):
     with pytest.raises(DecodeError, match=message):
-        packed_run(Rows(3, {"tokens": column}), np.arange(3), 0, packing)
+        packed_run(Rows(3, {"tokens": column}), np.arange(3), 10, packing)
 
 
 def test_a_loss_mask_of_another_length_is_refused():
     _, rows = rows_of_run(manifest_of([3], [3]), [2, 3, 1], 0, 0)
     _, mask = rows_of_run(manifest_of([3], [3]), [2, 2, 1], 0, 0)
     both = Rows(3, {**rows.columns, "mask": mask.columns["tokens"]})
-    with pytest.raises(DecodeError, match=r"row 1.*expected 3, found 2"):
+    with pytest.raises(DecodeError, match=r"sample 1 .*expected 3, found 2"):
         packed_run(both, np.arange(3), 0, Packing(4, loss_mask_column="mask"))
 
 

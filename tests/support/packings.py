@@ -47,7 +47,7 @@ def sequences_of(order: PackedOrder, lengths, sequence_ids):
     pieces = order.pieces(np.asarray(sequence_ids, np.int64))
     found = [[] for _ in sequence_ids]
     for sequence, block, run, begin, end in zip(*(array.tolist() for array in pieces), strict=True):
-        packed = run_of(order.rows, lengths, order.packed.packing, block, run)
+        packed = run_of(order.samples, lengths, order.packed.packing, block, run)
         if packed.sequence_start is not None:
             begin, end = packed.sequence_start[[begin, end]].tolist()  # noqa: PLW2901 - from sequences to tokens
         found[sequence] += packed.tokens[begin:end].tolist()
