@@ -47,7 +47,7 @@ def prepare(folders: Folders, scale: float, workloads: str, large: bool, peers: 
 @click.option("--samples", default=200_000)
 @click.option("--functions", default=30)
 @click.pass_obj
-def profile_command(  # noqa: PLR0913 - one option each
+def profile_command(
     folders: Folders, workload: str, threads: int, form: str, ranks: int, samples: int, functions: int
 ) -> None:
     """Profile shardstream's reading path in this process."""

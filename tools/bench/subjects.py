@@ -16,7 +16,18 @@ SUBJECTS = {
     "limit-zstd": "tools.bench.limits.tar:ZstdLimit",
     "limit-transport": "tools.bench.limits.transport:TransportLimit",
 }
-PEERS: dict[str, str] = {}
+PEERS = {
+    "mds": "tools.bench.adapters.mds:Mds",
+    "litdata": "tools.bench.adapters.litdata:LitData",
+    "webdataset": "tools.bench.adapters.webdataset:WebDataset",
+    "hf-streaming": "tools.bench.adapters.hf:HfStreaming",
+    "hf-map": "tools.bench.adapters.hf:HfMap",
+    "grain": "tools.bench.adapters.grain:Grain",
+    "energon": "tools.bench.adapters.energon:Energon",
+    "torchdata": "tools.bench.adapters.memmap:TorchdataMemmap",
+    "torch": "tools.bench.adapters.memmap:TorchMemmap",
+}
+STREAMING_PEERS = ("mds", "litdata", "webdataset", "hf-streaming", "grain", "energon")
 
 
 def load_subject(name: str, folders: Folders) -> Subject:

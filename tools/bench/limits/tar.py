@@ -88,7 +88,7 @@ class ZstdLimit(Limit):
 def _split_frames(data: bytes) -> list[memoryview]:
     """Finds the frames by decompressing once: where one ends, the next begins."""
     frames, rest = [], memoryview(data)
-    while len(rest):
+    while len(rest) > 0:
         frame = zstandard.ZstdDecompressor().decompressobj()
         frame.decompress(rest)
         end = len(rest) - len(frame.unused_data)
