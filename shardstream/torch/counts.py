@@ -8,6 +8,7 @@ has an order against the gradients' collectives.
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -40,11 +41,13 @@ class WindowCounts:
         targets: Head name → number of valid targets.
         num_samples: Samples, padding rows left out.
         num_micro_batches: Micro-batches.
+        num_ranks: Ranks that have a part of it.
     """
 
     targets: Mapping[str, int]
     num_samples: int
     num_micro_batches: int
+    num_ranks: int = 1
 
     @classmethod
     def of(cls, batches: Sequence[Batch], heads: Sequence[str]) -> WindowCounts:
@@ -52,7 +55,7 @@ class WindowCounts:
 
         Example:
             >>> WindowCounts.of([], ["lm"])
-            WindowCounts(targets={'lm': 0}, num_samples=0, num_micro_batches=0)
+            WindowCounts(targets={'lm': 0}, num_samples=0, num_micro_batches=0, num_ranks=1)
         """
         targets = {head: sum(int(batch.valid_tokens[head].sum()) for batch in batches) for head in heads}
         num_samples = sum(len(batch) - int(batch.is_padding.sum()) for batch in batches)
@@ -60,13 +63,13 @@ class WindowCounts:
 
     def vector(self) -> list[int]:
         """Returns the numbers in the order of ``from_vector``."""
-        return [*self.targets.values(), self.num_samples, self.num_micro_batches]
+        return [*self.targets.values(), self.num_samples, self.num_micro_batches, self.num_ranks]
 
     @classmethod
     def from_vector(cls, vector: Sequence[int], heads: Sequence[str]) -> WindowCounts:
         """Reads what ``vector`` returned."""
-        *targets, num_samples, num_micro_batches = vector
-        return cls(dict(zip(heads, targets, strict=True)), num_samples, num_micro_batches)
+        *targets, num_samples, num_micro_batches, num_ranks = vector
+        return cls(dict(zip(heads, targets, strict=True)), num_samples, num_micro_batches, num_ranks)
 
 
 class PendingCounts:
@@ -79,22 +82,32 @@ class PendingCounts:
         """Returns the sums over all ranks.
 
         Raises:
-            DesyncError: If a rank did not take part before the deadline.
+            DesyncError: If a rank did not take part before the deadline, or ranks summed different things.
         """
         if self._work is None:
-            return list(map(int, self._vector.tolist()))
-        started, deadline_s = time.monotonic(), self._sums.timeout_s
-        try:
-            with self._sums.on_own_stream():  # on a device, too, this waits for the sum alone
-                self._work.wait(timedelta(seconds=deadline_s))
-                return list(map(int, self._vector.tolist()))
-        except RuntimeError as error:
+            numbers = self._vector.tolist()
+        else:
+            started, deadline_s = time.monotonic(), self._sums.timeout_s
+            try:
+                with self._sums.on_own_stream():  # on a device, too, this waits for the sum alone
+                    self._work.wait(timedelta(seconds=deadline_s))
+                    numbers = self._vector.tolist()
+            except RuntimeError as error:
+                raise DesyncError(
+                    f"the targets of {self._what} could not be summed over the ranks",
+                    expected=f"all {self._sums.world_size} ranks within {deadline_s:g} s",
+                    found=f"{str(error).splitlines()[0]} after {time.monotonic() - started:.1f} s",
+                    hint="a rank stopped, was slow, or took another number of windows: look at the logs of all ranks",
+                ) from error
+        *sums, num_ranks, keys, squares = numbers
+        if num_ranks * squares != keys**2:  # equal only if all keys are (Cauchy and Schwarz): every rank sees it
             raise DesyncError(
-                f"the targets of {self._what} could not be summed over the ranks",
-                expected=f"all {self._sums.world_size} ranks within {deadline_s:g} s",
-                found=f"{str(error).splitlines()[0]} after {time.monotonic() - started:.1f} s",
-                hint="a rank stopped, was slow, or took another number of windows: look at the logs of all ranks",
-            ) from error
+                "ranks are at different windows",
+                expected=f"{self._what}, as on this rank",
+                found="another one elsewhere",
+                hint="a loop was left, began or skipped a window on some ranks only: look at the logs of all ranks",
+            )
+        return list(map(int, sums))
 
 
 class RankSums:
@@ -143,15 +156,18 @@ class RankSums:
         """Number of data-parallel ranks."""
         return len(self.ranks)
 
-    def issue(self, vector: Sequence[int], what: str) -> PendingCounts:
+    def issue(self, vector: Sequence[int], what: str, *, is_shadow: bool = False) -> PendingCounts:
         """Begins to sum a vector over the ranks; there is no communication with one rank.
 
         Args:
             vector: This rank's numbers, as many on every rank.
-            what: What they are of, for the message if a rank does not come.
+            what: What they are of: the same text on every rank, or all of them learn of it.
+            is_shadow: Whether this rank has none of what the others sum, and does not know what that is.
         """
+        key = zlib.crc32(what.encode()) & 0xFFFFF  # 20 bits: its square, summed over a million ranks, is an int64
+        check = [0, 0, 0] if is_shadow else [1, key, key * key]
         with self.on_own_stream():
-            numbers = torch.tensor(vector, dtype=torch.int64, device=self._device)
+            numbers = torch.tensor([*vector, *check], dtype=torch.int64, device=self._device)
             work = None if self.group is None else dist.all_reduce(numbers, group=self.group, async_op=True)
         return PendingCounts(self, numbers, work, what)
 

@@ -36,6 +36,8 @@ class UnevenInputs:
     """A context in which ranks may have different numbers of windows: for ``tail="uneven"``, one context per pass.
 
     ``tail="pad"`` gives the same gradients without any of this, and costs at most one micro-batch a rank and epoch.
+    What to save is ``StreamingLoader.state_dict()`` after the context, or rank 0's ``window.cursor``: a rank that ran
+    out has a cursor from before the last window.
 
     Args:
         model: A ``DistributedDataParallel`` model.
@@ -106,8 +108,8 @@ class UnevenInputs:
             self._model.reducer._set_forward_pass_work_handle(work, False)  # noqa: FBT003, SLF001
 
     def num_averaged(self, counts: WindowCounts) -> int:
-        """Returns how many ranks DDP averages the window's gradients over; each that has data has one micro-batch."""
-        return self.sums.world_size if self._by_initial else counts.num_micro_batches
+        """Returns how many ranks DDP averages the window's gradients over."""
+        return self.sums.world_size if self._by_initial else counts.num_ranks
 
     def expect(self, num_counts: int) -> None:
         """Notes how many counts a window has, for the windows that this rank will only shadow."""
@@ -115,7 +117,7 @@ class UnevenInputs:
 
     def shadow_counts(self) -> None:
         """Takes part in the sum of a window that this rank has nothing of."""
-        self.sums.issue([0] * self._num_counts, "a window of other ranks").wait()
+        self.sums.issue([0] * self._num_counts, "a window of other ranks", is_shadow=True).wait()
 
     def share_state(self, *, is_last_joiner: bool) -> None:
         """Gives every rank the optimizer's (and scheduler's) state of a rank that took the last step."""

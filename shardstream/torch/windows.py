@@ -54,7 +54,8 @@ def windows(
             or a gradient divide factor that sums).
         sync: When gradients are: after the ``"last"`` micro-batch, or after ``"each"``. Default: last with DDP; each
             with FSDP, which would keep whole gradients otherwise.
-        uneven: The context in which ranks may run out of data, for ``tail="uneven"``.
+        uneven: The context in which ranks may run out of data, for ``tail="uneven"``. Who is data-parallel, backend and
+            deadline are then the context's.
         counts_backend: Backend of the group that sums the counts; default gloo up to 256 ranks.
         timeout_s: Until the counts of a window must have come from every rank.
 
@@ -194,11 +195,15 @@ class _Driver:
         constant = None if self._uneven is not None else self._constant(window[0].place)
         if constant is not None and set(heads) <= set(constant):
             targets = {head: constant[head] for head in heads}
-            return WindowCounts(targets, mine.num_samples * world_size, mine.num_micro_batches * world_size)
+            num_samples, num_micro_batches = mine.num_samples * world_size, mine.num_micro_batches * world_size
+            return WindowCounts(targets, num_samples, num_micro_batches, world_size)
         if world_size == 1:
             return mine
         place = window[0].place
-        what = f"window {place.window_index} (position {place.position})"
+        epoch, position, *_ = place.pass_start
+        what = (
+            f"window {place.window_index} at position {place.position} (pass from epoch {epoch}, position {position})"
+        )
         if self._uneven is not None:
             if len(window) > 1:
                 raise _not_accumulated(len(window))

@@ -67,11 +67,37 @@ def ddp_may_synchronise_each_micro_batch(rank):
     )
 
 
+def synchronisation_is_restored(rank):
+    counts = {"lm": [[1, 1, 1], [1, 1, 1]]}
+    model = TwoHeads(counts)
+    wrapped = DistributedDataParallel(model)
+    [window] = windows(fake_window(counts, rank))
+    for _ in window.micro_batches(wrapped):
+        break
+    assert wrapped.require_backward_grad_sync
+    with pytest.raises(KeyError, match="no such column"):
+        look_for_a_column(window, wrapped)
+    assert wrapped.require_backward_grad_sync
+    driven = windows(fake_window(counts, rank))
+    kept = next(driven).micro_batches(wrapped)
+    next(kept)
+    assert not wrapped.require_backward_grad_sync
+    driven.close()
+    assert wrapped.require_backward_grad_sync
+
+
+def look_for_a_column(window, wrapped):
+    for micro in window.micro_batches(wrapped):
+        assert not wrapped.require_backward_grad_sync
+        micro["no such column"]
+
+
 TWO_RANKS = [
     fsdp2_equals_one_process,
     a_communication_hook_that_sums,
     ddp_may_synchronise_each_micro_batch,
     what_ddp_cannot_do_is_refused,
+    synchronisation_is_restored,
 ]
 
 
