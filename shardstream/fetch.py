@@ -9,6 +9,7 @@ micro-batches. A run is held from the first gather that needs it to the last one
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,7 @@ from shardstream.plan import Plan, PlannedBatch
 _GATHER_ROWS = 2048
 _GATHER_NUM_BYTES = 16 << 20
 _LOOK_AHEAD = 3
+_THREAD_NAME = "shardstream-read"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def fetch(
     reading = reading or Reading()
     stats = stats if stats is not None else ReadStats()
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="shardstream-read")
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
     runs = _OpenRuns(plan.manifest, layout, reading.storage_options, pool, stats)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
@@ -129,7 +131,9 @@ def fetch(
             stats.num_bytes += gathered.num_bytes
             yield from _cut(started.planned, gathered)
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        # The garbage collector may close a forgotten generator in any thread; one of a pool must not wait for a pool.
+        is_reader = threading.current_thread().name.startswith(_THREAD_NAME)
+        pool.shutdown(wait=not is_reader, cancel_futures=True)
         runs.close()
 
 

@@ -49,6 +49,12 @@ class _Begun(NamedTuple):
     origin: Cursor
 
 
+class _Worker(NamedTuple):
+    worker_index: int
+    num_workers: int
+    is_main: bool
+
+
 class Pass(Iterator[Batch]):
     """The micro-batches of one worker. It begins at the first ``next``: what the main process wrote until then counts.
 
@@ -60,7 +66,7 @@ class Pass(Iterator[Batch]):
     """
 
     def __init__(self, source: Callable[[], Source], worker: int, num_workers: int, *, is_main: bool) -> None:
-        self._source, self._worker, self._num_workers, self._is_main = source, worker, num_workers, is_main
+        self._source, self._worker = source, _Worker(worker, num_workers, is_main)
         self._begun: _Begun | None = None
         self._next_index = worker
         self._batches: Generator[Batch, None, None] | None = None
@@ -70,7 +76,7 @@ class Pass(Iterator[Batch]):
         if self._error is not None:
             raise self._error  # a loop that swallowed it must not take what is missing for the end of the epoch
         if self._batches is None:
-            self._batches = self._read()
+            self._batches = _read(self._begin(), self._worker, self._next_index)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -79,14 +85,14 @@ class Pass(Iterator[Batch]):
         except Exception as error:
             self._error = error
             raise
-        self._next_index += self._num_workers
-        if self._is_main:
+        self._next_index += self._worker.num_workers
+        if self._worker.is_main:
             self._begin().source.start.arrived(batch)
         return batch
 
     def _end(self) -> None:
         source, _, origin = self._begin()
-        if self._is_main and self._next_index == self._worker and origin.tail != "continue":
+        if self._worker.is_main and self._next_index == self._worker.worker_index and origin.tail != "continue":
             source.start.write(origin.epoch + 1)  # no batch of this pass will say so
 
     def close(self) -> None:
@@ -97,28 +103,10 @@ class Pass(Iterator[Batch]):
     def _begin(self) -> _Begun:
         if self._begun is None:
             source = self._source()
-            if not self._is_main:
+            if not self._worker.is_main:
                 _check_home(source.start)
             self._begun = _Begun(source, source.plan, source.plan.cursor(*source.start.read()[:3]))
         return self._begun
-
-    def _read(self) -> Generator[Batch, None, None]:
-        source, plan, origin = self._begin()
-        planned = plan.micro_batches(
-            source.rank, origin, worker=self._worker, num_workers=self._num_workers, first_index=self._next_index
-        )
-        reading = source.reading
-        if not self._is_main and reading.num_threads is None:
-            reading = replace(reading, num_threads=1)  # workers are the parallelism there
-        make = _BatchMaker(plan, origin, source)
-        layout = RowsLayout(plan, source.columns)
-        fetched = fetch(
-            plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=self._num_workers
-        )
-        try:
-            yield from map(make, fetched)
-        finally:
-            fetched.close()
 
     # A StatefulDataLoader keeps one state a worker: filled before the first batch, exact for the same P, W and b.
 
@@ -127,7 +115,7 @@ class Pass(Iterator[Batch]):
         _, plan, origin = self._begin()
         return {
             "origin": origin.state_dict(),
-            "num_workers": self._num_workers,
+            "num_workers": self._worker.num_workers,
             "next_index": self._next_index,
             "batch_size": plan.batch_size,
             "accumulate": plan.accumulate,
@@ -144,7 +132,7 @@ class Pass(Iterator[Batch]):
         source = self._source()
         plan, origin = source.plan.resume(Cursor.from_state_dict(state["origin"]))
         mine = {
-            "num_workers": self._num_workers,
+            "num_workers": self._worker.num_workers,
             "batch_size": plan.batch_size,
             "accumulate": plan.accumulate,
             "world_size": plan.world_size,
@@ -158,6 +146,25 @@ class Pass(Iterator[Batch]):
                 hint="load Cursor.from_torchdata(state), or a batch.cursor, with dataset.load_state_dict instead",
             )
         self._begun, self._next_index, self._batches = _Begun(source, plan, origin), int(state["next_index"]), None
+
+
+def _read(begun: _Begun, worker: _Worker, first_index: int) -> Generator[Batch, None, None]:
+    # Not a method: a generator that refers to its pass would be closed not when a loop is left, but some time later, by
+    # the garbage collector.
+    source, plan, origin = begun
+    planned = plan.micro_batches(
+        source.rank, origin, worker=worker.worker_index, num_workers=worker.num_workers, first_index=first_index
+    )
+    reading = source.reading
+    if not worker.is_main and reading.num_threads is None:
+        reading = replace(reading, num_threads=1)  # workers are the parallelism there
+    make = _BatchMaker(plan, origin, source)
+    layout = RowsLayout(plan, source.columns)
+    fetched = fetch(plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=worker.num_workers)
+    try:
+        yield from map(make, fetched)
+    finally:
+        fetched.close()
 
 
 def _check_home(start: SharedStart) -> None:
