@@ -145,14 +145,13 @@ def run_rank(config: Config, stop: Stop) -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Replaces an entry: model.width=96.")
 def main(config_path: Path, overrides: tuple[str, ...]) -> None:
     """Train as CONFIG says, or continue the run that is in its run folder. Start it with torchrun."""
-    stop = Stop()
     try:
         config = load_config(config_path, overrides)
         config.data.micro_batch(topology_from_environ().world_size)  # refused here, before ranks wait for each other
     except (ConfigError, PlanError) as error:
         raise click.UsageError(str(error)) from None
     try:
-        run_rank(config, stop)
+        run_rank(config, Stop())
     except ShardStreamError as error:
         raise click.ClickException(f"rank {os.environ.get('RANK', '0')}: {error}") from error
 

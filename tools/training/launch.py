@@ -101,6 +101,11 @@ class Torchrun:
         kill_tree(self._process)
         self._file.close()
 
+    @property
+    def pid(self) -> int:
+        """The process of torchrun itself."""
+        return self._process.pid
+
     def metrics(self) -> list[Metrics]:
         """Returns the lines of metrics since this was started."""
         return read_metrics(self.run)[self._num_before :]
@@ -156,8 +161,10 @@ class Torchrun:
         return result
 
     def _failed(self, why: str) -> LaunchError:
-        self._file.flush()
-        return LaunchError(f"{_shown(self._command)}\n{why}\n{_tail(self.log.read_text('utf-8', 'replace'))}")
+        printed = self.log.read_text("utf-8", "replace")
+        # What the ranks printed stands before torchrun's report that one failed; that is long and says nothing more.
+        of_ranks = printed.rpartition("] failed (exitcode")[0] or printed
+        return LaunchError(f"{_shown(self._command)}\n{why}\n{_tail(of_ranks)}")
 
 
 def _environment() -> dict[str, str]:
