@@ -14,6 +14,9 @@ import numpy as np
 
 from shardstream.permutation import Int64Array
 
+TOKENS_DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
+"""Types that tokens are stored as where they are raw bytes."""
+
 
 class Parts(NamedTuple):
     """Documents cut where they are too long for one sequence. One entry a part, documents in the order given."""
@@ -121,3 +124,13 @@ def num_first_fit(lengths: Int64Array, sequence_length: int) -> int:
         rooms[first] -= length
         num_sequences = max(num_sequences, first + 1)
     return num_sequences
+
+
+def sequence_counts_name(sequence_length: int, *, has_eos: bool) -> str:
+    """Returns the name of the manifest's list of sequences per run, of whole documents.
+
+    Example:
+        >>> sequence_counts_name(2048, has_eos=True)
+        'sequences.2048+eos'
+    """
+    return f"sequences.{sequence_length}{'+eos' if has_eos else ''}"

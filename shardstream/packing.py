@@ -6,7 +6,7 @@ in file order, and in a run the documents in the order of the run's permutation:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import ManifestError, PlanError
+from shardstream.fitting import TOKENS_DTYPES, sequence_counts_name
 from shardstream.manifest import Manifest
 from shardstream.order import EpochOrder, Lanes, Positions
 from shardstream.permutation import Int64Array
@@ -86,19 +87,6 @@ class Packing:
         return {name: getattr(self, name) for name in names}
 
 
-TOKENS_DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
-
-
-def sequence_counts_name(sequence_length: int, *, has_eos: bool) -> str:
-    """Returns the name of the manifest's list of sequences per run, of whole documents.
-
-    Example:
-        >>> sequence_counts_name(2048, has_eos=True)
-        'sequences.2048+eos'
-    """
-    return f"sequences.{sequence_length}{'+eos' if has_eos else ''}"
-
-
 def num_runs(manifest: Manifest) -> Int64Array:
     """Returns the number of runs of each block: int64[num_blocks]."""
     return -(-manifest.block_rows.astype(np.int64) // manifest.block_run_rows)
@@ -137,7 +125,7 @@ class Packed:
         """Reads what a manifest knows of its runs' tokens: two numbers a run, in one go.
 
         Raises:
-            PlanError: If the manifest counted another column, or other sequences; it names the way out.
+            PlanError: If the manifest counted another column, type or sequences; it names the way out.
             ManifestError: If the counts are damaged.
         """
         lists, hint = manifest.lists, _NO_COUNTS.format(column=packing.column)
@@ -149,6 +137,10 @@ class Packed:
                 found=found,
                 hint=f"{hint}; {_NO_TOKENS}",
             )
+        dtype = manifest.metadata.get("tokens_dtype")
+        if packing.tokens_dtype not in (None, dtype):
+            raise PlanError("tokens were counted as another type", expected=dtype, found=packing.tokens_dtype)
+        packing = replace(packing, tokens_dtype=dtype)
         has_eos = packing.eos_id is not None
         if packing.mode == "whole":
             names = [sequence_counts_name(packing.sequence_length, has_eos=has_eos)]

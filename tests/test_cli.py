@@ -153,7 +153,8 @@ def test_inspect_as_json(shards, tmp_path):
     shown = json.loads(done.stdout)
     assert shown["totals"]["num_samples"] == 15
     assert shown["totals"]["num_tokens"] == 30
-    assert shown["totals"]["num_documents"] == 12
+    assert shown["totals"]["num_documents"] == 15
+    assert shown["totals"]["num_without_tokens"] == 3
     assert shown["blocks"]["rows"] == {"min": 1, "median": 2, "max": 2}
     assert shown["formats"] == {"parquet": 3}
     assert shown["schema"][0]["name"] == "tokens"

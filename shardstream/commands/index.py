@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     "-o", "--output", required=True, metavar="MANIFEST", help="Where to write it, e.g. corpus.manifest.parquet."
 )
 @click.option("--tokens-column", metavar="COLUMN", help="List column whose lengths are the token counts.")
+@click.option("--tokens-dtype", metavar="TYPE", help="In tars: the tokens column is raw numbers of this type (uint16).")
+@click.option(
+    "--pack",
+    type=click.IntRange(1),
+    multiple=True,
+    metavar="T",
+    help='Count the sequences of T tokens that whole documents make, for packing="whole". Repeatable.',
+)
 @click.option(
     "--targets",
     callback=pairs,
@@ -49,7 +57,8 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
 
     quiet, print_as_json = options.pop("quiet"), options.pop("as_json")
     options["targets"] = options["targets"] or None
-    given = {"ignore_index": options.pop("ignore_index"), "allow_vanished": options.pop("allow_vanished")}
+    given = {name: options.pop(name) for name in ("ignore_index", "allow_vanished", "tokens_dtype", "pack")}
+    given["pack"] = given["pack"] or None
     with warnings_shown(quiet=quiet) as shown, _progress(hidden=quiet) as progress:
         settings = IndexSettings(progress=progress, **given)
         manifest = build_manifest(shards, output, settings=settings, **options)

@@ -94,8 +94,9 @@ def _num_tokens(manifest: Manifest) -> dict[str, int]:
     names = ("run_num_tokens", "run_num_documents")
     if manifest.lists is None or not manifest.lists.names.issuperset(names):
         return {}
-    per_shard = [manifest.lists.read(shard, names) for shard in range(manifest.num_shards)]
-    return {name.removeprefix("run_"): sum(int(lists[name].sum()) for lists in per_shard) for name in names}
+    lists = manifest.lists.read_all([*names, "token_lengths"])
+    counts = {name.removeprefix("run_"): int(lists[name].sum()) for name in names}
+    return {**counts, "num_without_tokens": int((lists["token_lengths"] == 0).sum())}
 
 
 def _shard(manifest: Manifest, shard: int) -> dict[str, Any]:

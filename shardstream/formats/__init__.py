@@ -40,12 +40,16 @@ class IndexOptions:
         targets: Head name → column whose entries that are not ``ignore_index`` are counted per sample.
         ignore_index: The label that does not count.
         run_num_bytes: Decoded size of a run.
+        pack: Sequence lengths for which sequences of whole documents are counted.
+        tokens_dtype: Type of raw token bytes, in tars.
     """
 
     tokens_column: str | None = None
     targets: Mapping[str, str] = field(default_factory=dict)
     ignore_index: int = -100
     run_num_bytes: int = RUN_NUM_BYTES
+    pack: tuple[int, ...] = ()
+    tokens_dtype: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from shardstream.columns import Rows
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
 from shardstream.formats._arrow import column_of, is_number, is_number_list, plain_type, rows_of
-from shardstream.formats._counts import list_lengths, num_valid_targets
+from shardstream.formats._counts import RunLengths, num_valid_targets, run_lengths, token_counts
 from shardstream.formats._footer import (
     decoded_num_bytes,
     footer_digest,
@@ -55,7 +55,7 @@ class ParquetFormat:
 
         Returns:
             One block per row group that has rows. Lists: ``footer``; with ``tokens_column`` also ``token_lengths``
-            int32[n], ``run_num_tokens`` int64[r] and ``run_num_documents`` int32[r] (rows with tokens); with
+            int32[n] and the counts of runs (see ``token_counts``); with
             ``targets`` also ``targets.<head>`` int32[n].
 
         Raises:
@@ -225,6 +225,9 @@ def _cast(
 
 def _check_counted(url: str, schema: pa.Schema, options: IndexOptions) -> list[str]:
     """The columns that counts need, each once."""
+    if options.tokens_dtype is not None:
+        hint = "leave it out: lists of numbers say it themselves"
+        raise ManifestError("tokens_dtype is for raw bytes in tars", url=url, found=options.tokens_dtype, hint=hint)
     lists = {} if options.tokens_column is None else {options.tokens_column: True}
     wanted = {**dict.fromkeys(options.targets.values(), False), **lists}
     for name, only_lists in wanted.items():
@@ -250,7 +253,7 @@ def _count(
     names = _check_counted(url, schema, options)
     if not names:
         return {}
-    lengths: list[Any] = []
+    documents: list[RunLengths] = []
     valid: dict[str, list[Any]] = {head: [] for head in options.targets}
     groups = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
     for group, step in zip(groups, run_rows, strict=True):
@@ -259,16 +262,14 @@ def _count(
                 for table in _tables(file, group, names, step):
                     columns = {name: column_of(table.column(name)) for name in names}
                     if options.tokens_column is not None:
-                        lengths.append(list_lengths(columns[options.tokens_column]))
+                        documents.append(run_lengths(columns[options.tokens_column]))
                     for head, name in options.targets.items():
                         valid[head].append(num_valid_targets(columns[name], options.ignore_index))
         except DAMAGE as error:
             raise ManifestError(f"row group {group} cannot be decoded", url=url, found=error) from error
     counts: dict[str, Any] = {f"targets.{head}": _joined(parts) for head, parts in valid.items()}
     if options.tokens_column is not None:
-        counts["token_lengths"] = _joined(lengths)
-        counts["run_num_tokens"] = np.array([run.sum(dtype=np.int64) for run in lengths], np.int64)
-        counts["run_num_documents"] = np.array([np.count_nonzero(run) for run in lengths], np.int32)
+        counts |= token_counts(documents, options.pack)
     return counts
 
 

@@ -17,6 +17,7 @@ from shardstream import storage
 from shardstream.columns import Column, Rows, Slices
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
+from shardstream.formats._counts import RunLengths, token_counts
 from shardstream.formats._decompress import ForwardFile, Frame, ZstdStream, decompressed
 from shardstream.formats._shards import (
     DAMAGE,
@@ -26,7 +27,7 @@ from shardstream.formats._shards import (
     run_bounds,
 )
 from shardstream.formats._span import SpanFile
-from shardstream.formats._tar_blocks import cut_blocks
+from shardstream.formats._tar_blocks import TarBlocks, cut_blocks
 from shardstream.formats._tar_scan import Findings, MemberTable, group_members, scan_members
 from shardstream.manifest import ColumnSchema
 
@@ -54,15 +55,16 @@ class TarFormat:
         Returns:
             One block per group of samples (see ``cut_blocks``). Lists: ``sample_keys`` (bytes) and
             ``sample_num_members`` int32[n]; ``member_field`` (text), ``member_offset`` and ``member_num_bytes``
-            int64[m], in the decoded stream; ``block_data_offset`` int64[b].
+            int64[m], in the decoded stream; ``block_data_offset`` int64[b]; with ``tokens_column`` also the counts of
+            runs (see ``token_counts``), from the sizes of members.
 
         Raises:
-            ManifestError: If the shard is empty (0 bytes), cut or damaged, a member comes twice or is a link, or counts
-                are asked for, which tars do not have.
+            ManifestError: If the shard is empty (0 bytes), cut or damaged, a member comes twice or is a link, tokens
+                cannot be counted, or counts of targets are asked for, which tars do not have.
             ReadError: If storage failed.
         """
-        if options.tokens_column is not None or options.targets:
-            raise ManifestError("tokens and targets are counted in Parquet columns", url=url, found="a tar shard")
+        if options.targets:
+            raise ManifestError("targets are counted in Parquet columns", url=url, found="a tar shard")
         format_name = _format_name(url)
         info = storage.stat(url, storage_options)
         findings = Findings()
@@ -91,6 +93,7 @@ class TarFormat:
                 "member_offset": table.offsets,
                 "member_num_bytes": table.num_bytes,
                 "block_data_offset": blocks.data_offset,
+                **_count_tokens(url, table, blocks, options),
             },
             warnings=tuple(findings.warnings),
         )
@@ -157,6 +160,38 @@ def _digest_now(shard: Shard) -> str:
     format_name = shard.manifest.formats[shard.index]
     num_bytes = storage.stat(shard.url, shard.storage_options).num_bytes
     return _scan(shard.url, format_name, num_bytes, shard.storage_options, Findings())[0].digest
+
+
+def _count_tokens(url: str, table: MemberTable, blocks: TarBlocks, options: IndexOptions) -> dict[str, Any]:
+    """Tokens of each sample and run, if asked for: raw numbers are counted by the size of their member."""
+    if options.tokens_column is None:
+        return {}
+    if options.tokens_dtype is None:
+        hint = "say it with --tokens-dtype, such as uint16"
+        raise ManifestError("tokens in tars are raw bytes, whose type must be said", url=url, hint=hint)
+    itemsize = np.dtype(options.tokens_dtype).itemsize
+    is_tokens = np.array([name == options.tokens_column for name in table.fields], np.bool_)
+    if not is_tokens.any() and len(table.keys):
+        found = ", ".join(sorted(set(table.fields)))
+        raise ManifestError(f"no sample has a field {options.tokens_column!r}", url=url, found=found)
+    sample = np.repeat(np.arange(len(table.keys)), table.num_members)[is_tokens]
+    num_bytes = table.num_bytes[is_tokens]
+    if np.any(num_bytes % itemsize):
+        odd = int(np.argmax(num_bytes % itemsize != 0))
+        key = table.keys[sample[odd]].decode("utf-8", "backslashreplace")
+        what = f"the tokens of sample '{key}' are no {options.tokens_dtype}"
+        expected = f"a multiple of {itemsize} bytes"
+        raise ManifestError(what, url=url, row=int(sample[odd]), expected=expected, found=int(num_bytes[odd]))
+    lengths, is_document = np.zeros(len(table.keys), np.int32), np.zeros(len(table.keys), np.bool_)
+    lengths[sample], is_document[sample] = num_bytes // itemsize, True
+    ends = np.cumsum(blocks.rows, dtype=np.int64)
+    firsts = [
+        first
+        for begin, end, step in zip((ends - blocks.rows).tolist(), ends.tolist(), blocks.run_rows.tolist(), strict=True)
+        for first in range(begin, end, step)
+    ]
+    bounds = zip(firsts, [*firsts[1:], len(table.keys)], strict=True)
+    return token_counts([RunLengths(lengths[b:e], is_document[b:e]) for b, e in bounds], options.pack)
 
 
 def _sample_spans(

@@ -34,12 +34,16 @@ class IndexSettings:
         executor: Any ``concurrent.futures.Executor``, used instead of processes of our own; it is left running.
         progress: Called after each shard.
         allow_vanished: With ``update``: leave out shards that are no longer named. Ids of samples after them change.
+        pack: Sequence lengths for which sequences of whole documents are counted (``packing="whole"``).
+        tokens_dtype: In tars, where the tokens column is a field of raw little-endian numbers: their type.
     """
 
     ignore_index: int | None = None
     executor: Executor | None = None
     progress: Callable[[IndexProgress], None] | None = None
     allow_vanished: bool = False
+    pack: Sequence[int] | None = None
+    tokens_dtype: str | None = None
 
 
 def build_manifest(
@@ -65,7 +69,7 @@ def build_manifest(
         output: Where to write the manifest; None keeps it in memory.
         storage_options: Given to fsspec. ``retry_timeout_s`` is ours: how long transient failures are retried.
         keep_order: Keep the shards in the order in which they are named.
-        tokens_column: List column whose lengths are the token counts.
+        tokens_column: List column whose lengths are the token counts; in tars a field of raw numbers.
         targets: Head name → column whose entries that are not the ignore index are counted per sample.
         num_workers: Processes; 0 works in this one; default: by the number and size of shards.
         update: An older manifest. Only shards whose version tag changed are read; they keep their places, and new ones
@@ -94,7 +98,7 @@ def build_manifest(
     old = load_manifest(update, storage_options=options) if isinstance(update, (str, os.PathLike)) else update
     files = [os.fspath(path) for path in (output, None if old is None else old.path) if path is not None]
     urls = expand_shards(shards, options, keep_order=keep_order, leave_out=[storage.absolute(file) for file in files])
-    looked = index_options(old, tokens_column, targets, settings.ignore_index)
+    looked = index_options(old, tokens_column, targets, settings.ignore_index, settings.pack, settings.tokens_dtype)
     plan = IndexPlan.make(urls, old, looked, options, allow_vanished=settings.allow_vanished)
     collected = Collected(plan)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardstream import storage
 from shardstream.errors import ManifestError
+from shardstream.fitting import TOKENS_DTYPES
 from shardstream.formats import IndexOptions
 from shardstream.index._expand import some
 from shardstream.index._look import Fault, Finding, Look, Unchanged
@@ -72,7 +73,7 @@ class IndexPlan:
         root, names = storage.common_root(urls)
         if old is not None and old.root and all(storage.path_below(url, old.root) for url in urls):
             root, names = old.root, [url[len(old.root) + 1 :] for url in urls]  # urls and fingerprint stay
-        same = old is not None and index_options(old, None, None, None) == looked
+        same = old is not None and index_options(old) == looked
         tags = {url: old.version_tags[shard] for url, shard in places.items()} if old is not None and same else {}
         tasks = [Look(url, looked, storage_options, tags.get(url)) for url in urls]
         return cls(urls, root, names, tasks, looked, old, places)
@@ -132,7 +133,12 @@ class Collected:
             columns=self._schema.columns,
             arrow_schema=self._schema.arrow_schema,
             tokens_column=looked.tokens_column,
-            metadata={"targets": dict(looked.targets), "ignore_index": looked.ignore_index},
+            metadata={
+                "targets": dict(looked.targets),
+                "ignore_index": looked.ignore_index,
+                **({"pack": list(looked.pack)} if looked.pack else {}),
+                **({"tokens_dtype": looked.tokens_dtype} if looked.tokens_dtype else {}),
+            },
         )
 
     def _row(self, url: str, name: str, finding: Finding) -> ShardRow:
@@ -158,12 +164,31 @@ class Collected:
 
 
 def index_options(
-    old: Manifest | None, tokens_column: str | None, targets: Mapping[str, str] | None, ignore_index: int | None
+    old: Manifest | None,
+    tokens_column: str | None = None,
+    targets: Mapping[str, str] | None = None,
+    ignore_index: int | None = None,
+    pack: Sequence[int] | None = None,
+    tokens_dtype: str | None = None,
 ) -> IndexOptions:
-    """Returns what indexing looks at; what is not said is as in the old manifest."""
+    """Returns what indexing looks at; what is not said is as in the old manifest.
+
+    Raises:
+        ManifestError: If sequences or a type of tokens are named, but no tokens, or impossible ones.
+    """
     before = {} if old is None else old.metadata
-    return IndexOptions(
+    looked = IndexOptions(
         tokens_column=tokens_column or (None if old is None else old.tokens_column),
         targets=dict(before.get("targets", {}) if targets is None else targets),
         ignore_index=before.get("ignore_index", -100) if ignore_index is None else ignore_index,
+        pack=tuple(sorted(set(before.get("pack", ()) if pack is None else pack))),
+        tokens_dtype=tokens_dtype or before.get("tokens_dtype"),
     )
+    if looked.tokens_column is None and (looked.pack or looked.tokens_dtype):
+        raise ManifestError("pack and tokens_dtype say how tokens are counted", hint="name the tokens_column, too")
+    if looked.pack and looked.pack[0] < 1:
+        raise ManifestError("a sequence has at least one token", expected="pack >= 1", found=looked.pack[0])
+    if looked.tokens_dtype is not None and looked.tokens_dtype not in TOKENS_DTYPES:
+        expected = ", ".join(TOKENS_DTYPES)
+        raise ManifestError("unknown tokens_dtype", expected=expected, found=repr(looked.tokens_dtype))
+    return looked

@@ -286,7 +286,7 @@ def test_bytes_of_a_frame_that_was_damaged_later_are_an_error(tmp_path: Path) ->
 
 def test_counts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"Parquet.*a\.tar"):
-        index_of(tmp_path / "a.tar", tar_bytes([("a.x", b"")]), tokens_column="x")
+        index_of(tmp_path / "a.tar", tar_bytes([("a.x", b"")]), targets={"lm": "x"})
 
 
 def test_a_large_archive_is_indexed_without_keeping_its_headers(tmp_path: Path) -> None:
