@@ -26,6 +26,7 @@ import numpy.typing as npt
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError, ReadError
 from shardstream.manifest import Manifest
+from shardstream.packing import Packed, Packing
 from shardstream.permutation import mix64
 from shardstream.plan import Plan
 
@@ -235,8 +236,15 @@ class RankLog:
     num_unknown: int
 
     def plan(self, manifest: Manifest) -> Plan:
-        """Returns the plan that the attempt followed."""
-        return Plan(manifest, world_size=self.world_size, **{name: self.settings[name] for name in _PLAN_FIELDS})
+        """Returns the plan that the attempt followed.
+
+        Raises:
+            PlanError: If it packed sequences and the manifest has no token counts.
+        """
+        packing = self.start.packing
+        packed = None if packing is None else Packed.of(manifest, Packing(**packing))
+        settings = {name: self.settings[name] for name in _PLAN_FIELDS}
+        return Plan(manifest, world_size=self.world_size, packed=packed, **settings)
 
 
 def read_logs(directory: str | os.PathLike[str]) -> tuple[list[RankLog], list[Path]]:

@@ -18,7 +18,8 @@ from shardstream.audit.simulate import passes
 from shardstream.audit.tails import expected_reads, expected_tail
 from shardstream.cursor import Cursor
 from shardstream.deal import Deal
-from shardstream.order import lane_sizes
+from shardstream.order import EpochOrder, lane_sizes
+from shardstream.packing import PackedOrder
 from shardstream.permutation import Int64Array
 from shardstream.plan import EpochPlan, Plan
 
@@ -74,7 +75,8 @@ def _check_epoch_order(here: EpochPlan) -> tuple[list[str], str]:
         return _check_order_without_blocks(here)
     faults = _check_line(here)
     lane_faults, num_inverted = _check_lanes(here)
-    run_faults, num_runs = ([], 0) if faults or lane_faults else _check_runs(here)
+    is_sound = not faults and not lane_faults
+    run_faults, num_runs = _check_runs(here, here.order) if is_sound and isinstance(here.order, EpochOrder) else ([], 0)
     proof = (
         f"order: bijection by construction: all {here.order.manifest.num_blocks} blocks stand on the line once; the "
         f"cut into {here.order.lanes} lane(s) was inverted at {num_inverted} of {here.deal.num_positions} positions; "
@@ -92,6 +94,8 @@ def _check_line(here: EpochPlan) -> list[str]:
     wrong = np.flatnonzero(times != 1)
     texts = (f"the order is no bijection: block {b} stands on the line {times[b]} times" for b in wrong.tolist())
     faults = list(named(texts, len(wrong)))
+    if isinstance(here.order, PackedOrder):
+        return faults  # sequences are cut from the line of tokens, wherever its blocks begin
     if line_start[0] != 0 or (np.diff(line_start) != manifest.block_rows[blocks]).any():
         faults.append("the order is no bijection: blocks do not stand end to end on the line")
     return faults
@@ -129,9 +133,9 @@ def _check_lanes(here: EpochPlan) -> tuple[list[str], int]:
     return [], num_inverted
 
 
-def _check_runs(here: EpochPlan) -> tuple[list[str], int]:
+def _check_runs(here: EpochPlan, order: EpochOrder) -> tuple[list[str], int]:
     """The positions of a run hold each of its rows once."""
-    order, manifest = here.order, here.order.manifest
+    manifest = order.manifest
     faults, slots = [], _evenly(manifest.num_blocks)
     for k, slot in enumerate(slots):
         block = int(order.line_blocks[slot])

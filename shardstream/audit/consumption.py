@@ -109,7 +109,7 @@ def check_consumed(directory: str | os.PathLike[str], manifest: Manifest) -> Con
     complete, faults, notes = _complete(windows, newest=max(attempts))
     violations += faults + _gaps(complete)
     begun = max(log.start.epoch for log in logs)  # epochs before the one where an attempt began are finished
-    epochs = list(count_epochs(complete, manifest, begun, violations))
+    epochs = list(count_epochs(complete, begun, violations))
     return ConsumedReport(tuple(violations), (*_notes(logs, empty), *notes), tuple(counts), tuple(epochs))
 
 

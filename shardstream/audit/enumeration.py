@@ -12,6 +12,7 @@ from shardstream.audit.simulate import Dealt, columns, deal_out, passes
 from shardstream.audit.tails import expected_reads, expected_tail
 from shardstream.cursor import Cursor
 from shardstream.deal import BoolArray
+from shardstream.packing import PackedOrder
 from shardstream.permutation import Int64Array
 from shardstream.plan import EpochPlan, Plan
 
@@ -80,6 +81,8 @@ def check_order(here: EpochPlan) -> list[str]:
 
 def sample_name(here: EpochPlan, sample_id: int) -> str:
     """Returns a sample's id, shard and row for messages."""
+    if isinstance(here.order, PackedOrder):
+        return f"sequence {sample_id}"
     manifest = here.order.manifest
     shard = int(manifest.shard_of_sample(np.array([sample_id]))[0])
     return f"sample {sample_id} ({manifest.urls[shard]}:{sample_id - int(manifest.first_sample[shard])})"

@@ -109,11 +109,11 @@ def shuffle_quality(plan: Plan, epoch: int = 0, labels: Labels | None = None) ->
         labels: Class of each sample, or None.
 
     Returns:
-        The figures, or None where the epoch has no window.
+        The figures, or None where the epoch has no window, and for packed sequences, which are no samples.
     """
     here = plan.epoch(epoch)
     num_windows, num_samples = here.deal.num_windows, plan.num_positions
-    if num_windows == 0:
+    if num_windows == 0 or plan.packed is not None:
         return None
     rows, num_seen = _rows_looked_at(here.deal, num_windows)
     real = ~rows.is_padding & (rows.positions < num_samples)  # what lies beyond is the next epoch's

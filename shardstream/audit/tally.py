@@ -13,7 +13,6 @@ import numpy as np
 from shardstream.audit.windows import ExpectedWindow
 from shardstream.consumed import LoggedWindow, id_checksum
 from shardstream.errors import ManifestError, shown_url
-from shardstream.manifest import Manifest
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan
 
@@ -100,20 +99,18 @@ class _Tally:
         self.foreign += np.repeat(numbers[~inside], times[~inside]).tolist()
 
 
-def count_epochs(
-    windows: list[CountedWindow], manifest: Manifest, begun: int, violations: list[str]
-) -> Iterator[ConsumedEpoch]:
+def count_epochs(windows: list[CountedWindow], begun: int, violations: list[str]) -> Iterator[ConsumedEpoch]:
     """Counts each epoch; at most those that one window reaches are held at a time.
 
     Args:
         windows: The windows that count, by place.
-        manifest: The manifest.
         begun: An epoch that an attempt began in: those before it are finished.
         violations: What is wrong is added here.
     """
     if not windows:
         return
-    tallies: dict[int, _Tally] = defaultdict(lambda: _Tally(manifest.num_samples))
+    plan = windows[0].plan
+    tallies: dict[int, _Tally] = defaultdict(lambda: _Tally(plan.num_positions))
     num_finished = max(begun, windows[-1].next_place[0])
     by_epoch = [list(group) for _, group in groupby(windows, key=lambda window: window.place[0])]
     for of_epoch, after in zip(by_epoch, [*by_epoch[1:], []], strict=True):
@@ -126,7 +123,7 @@ def count_epochs(
             _finish(tallies[epoch], _left_out(last, most))
         done = [e for e in sorted(tallies) if not after or e < after[0].place[0]]
         for e in done:
-            yield _closed(e, tallies.pop(e), manifest, violations, is_finished=e < num_finished)
+            yield _closed(e, tallies.pop(e), plan, violations, is_finished=e < num_finished)
 
 
 def _left_out(last: CountedWindow, most: int) -> Int64Array:
@@ -172,11 +169,9 @@ def _count_window(window: CountedWindow, tallies: dict[int, _Tally]) -> list[str
     return faults
 
 
-def _closed(
-    epoch: int, tally: _Tally, manifest: Manifest, violations: list[str], *, is_finished: bool
-) -> ConsumedEpoch:
+def _closed(epoch: int, tally: _Tally, plan: Plan, violations: list[str], *, is_finished: bool) -> ConsumedEpoch:
     """Compares what was trained on with what should have been, and says what is wrong."""
-    masked = [sample_id for sample_id in tally.masked if 0 <= sample_id < manifest.num_samples]
+    masked = [sample_id for sample_id in tally.masked if 0 <= sample_id < plan.num_positions]
     np.subtract.at(tally.due, masked, 1)
     np.add.at(tally.due, tally.repeated, 1)
     missing, extra = np.flatnonzero(tally.times < tally.due), np.flatnonzero(tally.times > tally.due)
@@ -189,9 +184,9 @@ def _closed(
         num_dropped=tally.num_dropped,
         num_repeated=len(tally.repeated),
         num_masked=len(masked),
-        missing=tuple(sample_names(manifest, missing[:NUM_NAMED].tolist())),
+        missing=tuple(sample_names(plan, missing[:NUM_NAMED].tolist())),
         num_missing=len(missing),
-        repeated=tuple(sample_names(manifest, extra[:NUM_NAMED].tolist())),
+        repeated=tuple(sample_names(plan, extra[:NUM_NAMED].tolist())),
         num_extra=len(extra),
         foreign=tuple(map(str, tally.foreign[:NUM_NAMED])),
         num_foreign=len(tally.foreign),
@@ -208,8 +203,12 @@ def _closed(
     return counted
 
 
-def sample_names(manifest: Manifest, ids: list[int]) -> Iterator[str]:
+def sample_names(plan: Plan, ids: list[int]) -> Iterator[str]:
     """Yields id, shard and row of samples, and their keys where the manifest has them (tar)."""
+    if plan.packed is not None:
+        yield from (f"sequence {sequence}" for sequence in ids)
+        return
+    manifest = plan.manifest
     for sample_id in ids:
         shard = int(manifest.shard_of_sample(np.array([sample_id]))[0])
         row = sample_id - int(manifest.first_sample[shard])

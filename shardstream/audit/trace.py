@@ -11,9 +11,17 @@ import numpy as np
 from shardstream.audit.simulate import deal_out
 from shardstream.cursor import Cursor
 from shardstream.errors import PlanError
+from shardstream.manifest import Manifest
+from shardstream.permutation import Int64Array
 from shardstream.plan import Plan
 
 MOST_TRACED_SAMPLES = 20_000
+
+
+def _places(manifest: Manifest, ids: Int64Array) -> tuple[str, ...]:
+    shard = manifest.shard_of_sample(ids)
+    row = ids - manifest.first_sample[shard]
+    return tuple(f"{manifest.urls[s]}:{r}" for s, r in zip(shard.tolist(), row.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class TracedBatch:
         worker: The worker that makes it.
         micro: Index of the micro-batch in the rank's window.
         ids: Sample ids, in order.
-        places: ``shard:row`` of each.
+        places: ``shard:row`` of each; empty for packed sequences.
         is_padding: Whether each only fills the micro-batch.
     """
 
@@ -78,10 +86,7 @@ def trace(plan: Plan, *, num_workers: int = 0, epochs: int = 1, start: Cursor | 
     dealt = deal_out(plan, start or plan.cursor(), epochs, max(num_workers, 1))
     rows = sorted(dealt, key=lambda d: (d.batch.epoch, d.batch.window, d.batch.micro, d.rank))
     for rank, worker, batch in rows:
-        located = plan.locate(batch.epoch, batch.positions)
-        ids = plan.manifest.block_start[located.block] + located.row
-        shard = plan.manifest.shard_of_sample(ids)
-        row = ids - plan.manifest.first_sample[shard]
-        places = tuple(f"{plan.manifest.urls[s]}:{r}" for s, r in zip(shard.tolist(), row.tolist(), strict=True))
+        ids = plan.sample_ids(batch.epoch, batch.positions)
+        places = () if plan.packed is not None else _places(plan.manifest, ids)
         padding = tuple(np.asarray(batch.is_padding).tolist())
         yield TracedBatch(batch.epoch, batch.window, rank, worker, batch.micro, tuple(ids.tolist()), places, padding)

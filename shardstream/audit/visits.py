@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from shardstream.order import EpochOrder, lane_sizes
+from shardstream.packing import PackedOrder
 from shardstream.permutation import Int64Array
 
 
@@ -15,7 +16,8 @@ from shardstream.permutation import Int64Array
 class Visits:
     """All visits of an epoch, lane by lane, in the order in which each lane reads them.
 
-    A lane end cuts a block in two visits, and so does the phase at which a lane begins.
+    A lane end cuts a block in two visits, and so does the phase at which a lane begins. Of packed sequences, a block's
+    are those that begin in it.
 
     Example:
         >>> from shardstream.manifest import Manifest
@@ -25,7 +27,7 @@ class Visits:
         (6, [0, 0, 1, 1, 2, 2], [6, 2, 4, 4, 2, 6])
     """
 
-    order: EpochOrder
+    order: EpochOrder | PackedOrder
 
     @cached_property
     def _lane_begin(self) -> Int64Array:

@@ -71,5 +71,4 @@ class ExpectedWindow:
         return ids
 
     def _ids(self, positions: Int64Array) -> Int64Array:
-        located = self.plan.locate(self.epoch, positions)
-        return self.plan.manifest.block_start[located.block] + located.row
+        return self.plan.sample_ids(self.epoch, positions)

@@ -190,7 +190,7 @@ def _quality(report: AuditReport) -> Iterator[str]:
 
 def _print_trace(console: Console, traced: Sequence[TracedBatch]) -> None:
     def cell(texts: Sequence[object], is_padding: Sequence[bool]) -> str:
-        return " ".join(f"({text})" if padding else str(text) for text, padding in zip(texts, is_padding, strict=True))
+        return " ".join(f"({text})" if padding else str(text) for text, padding in zip(texts, is_padding, strict=False))
 
     rows = [
         (b.epoch, b.step, b.rank, b.worker, b.micro, cell(b.ids, b.is_padding), cell(b.places, b.is_padding))
