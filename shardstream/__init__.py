@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from shardstream.index import build_manifest
     from shardstream.manifest import Manifest
     from shardstream.order import EpochOrder
+    from shardstream.packing import Packing
     from shardstream.torch import Batch, Ragged, StreamingDataset, StreamingLoader, Topology
 else:
     # In the else branch, so that type checkers see the names above only and find typos.
@@ -36,6 +37,7 @@ else:
         "Cursor": "shardstream.cursor",
         "EpochOrder": "shardstream.order",
         "Manifest": "shardstream.manifest",
+        "Packing": "shardstream.packing",
         "Ragged": "shardstream.torch",
         "StreamingDataset": "shardstream.torch",
         "StreamingLoader": "shardstream.torch",
@@ -67,6 +69,7 @@ __all__ = [
     "EpochOrder",
     "Manifest",
     "ManifestError",
+    "Packing",
     "PlanError",
     "Ragged",
     "ReadError",

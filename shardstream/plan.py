@@ -87,7 +87,7 @@ class Plan:
         lanes: int | None = None,
         shuffle: Shuffle = True,
         tail: str = "pad",
-        packing: Packing | None = None,
+        packing: Packing | Packed | None = None,
     ) -> Plan:
         """Returns a plan with the defaults of the design, everything checked.
 
@@ -114,7 +114,7 @@ class Plan:
         if lanes is None:
             one_lane = shuffle is not True or tail in PARITY_TAILS
             lanes = 1 if one_lane else default_lanes(world_size * batch_size * accumulate, manifest.num_blocks)
-        packed = None if packing is None else Packed.of(manifest, packing)
+        packed = Packed.of(manifest, packing) if isinstance(packing, Packing) else packing
         if packed is not None and packed.num_sequences == 0:
             raise PlanError("the data set has no two tokens to make a sequence of", found=f"{packed.num_places} tokens")
         plan = cls(manifest, seed, world_size, batch_size, accumulate, lanes, shuffle, tail, packed)

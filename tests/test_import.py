@@ -21,6 +21,7 @@ PUBLIC = [
     "EpochOrder",
     "Manifest",
     "ManifestError",
+    "Packing",
     "PlanError",
     "Ragged",
     "ReadError",

@@ -16,9 +16,11 @@ from shardstream.errors import CursorError, PlanError
 from shardstream.fetch import Reading, ReadStats
 from shardstream.manifest import Manifest
 from shardstream.order import Shuffle
+from shardstream.packing import Packed, Packing, PackingMode
 from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
+from shardstream.torch.packed import constant_targets, packed_assembly, packing_of
 from shardstream.torch.passes import Pass, Source
 from shardstream.torch.start import SharedStart
 from shardstream.torch.topology import Topology, resolve_topology
@@ -50,6 +52,11 @@ class StreamingDataset(IterableDataset[Batch]):
         shifted: Whether label columns are shifted already; unshifted ones count from the second entry on. Must be
             said when ``targets`` has columns.
         ignore_index: The label that does not count; label columns of padding rows are filled with it.
+        sequence_length: T: samples are packed sequences of T tokens, and their columns those of ``packed_layout``:
+            ``input_ids``, ``labels``, ``position_ids``, ``document_ids``, ``cu_seqlens`` and the spans of documents.
+        tokens_column: Column of token lists; the one that the manifest counted by default.
+        eos_id: Token that is put after every document.
+        packing: ``"whole"`` for documents that are not cut, or a ``Packing`` with all of it.
         topology: Rank and world size; found in the process group or the launcher's variables by default.
         reading: Threads, look-ahead, storage options.
 
@@ -80,6 +87,10 @@ class StreamingDataset(IterableDataset[Batch]):
         targets: Mapping[str, str | Callable[[Mapping[str, Any]], Tensor]] | None = None,
         shifted: bool | None = None,
         ignore_index: int = -100,
+        sequence_length: int | None = None,
+        tokens_column: str | None = None,
+        eos_id: int | None = None,
+        packing: Packing | PackingMode | None = None,
         topology: Topology | None = None,
         reading: Reading | None = None,
     ) -> None:
@@ -89,7 +100,11 @@ class StreamingDataset(IterableDataset[Batch]):
         self.reading = reading or Reading()
         self.stats = ReadStats()
         self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index, seed)
-        self._assembly.check(self.manifest, self.columns)
+        packed = packing_of(packing, sequence_length, tokens_column, eos_id, self.manifest)
+        if packed is None:
+            self._assembly.check(self.manifest, self.columns)
+        else:
+            self._assembly = packed_assembly(self._assembly, self.columns)
         self._options: dict[str, Any] = {
             "batch_size": batch_size,
             "global_batch": global_batch,
@@ -98,6 +113,7 @@ class StreamingDataset(IterableDataset[Batch]):
             "shuffle": shuffle,
             "lanes": lanes,
             "tail": tail,
+            "packing": None if packed is None else Packed.of(self.manifest, packed),
         }
         self._given_topology = self._topology = topology
         self._plan: Plan | None = None
@@ -151,6 +167,10 @@ class StreamingDataset(IterableDataset[Batch]):
     def end_epoch(self, epoch: int) -> None:
         """Lets the next pass be the epoch after ``epoch``."""
         self._start.write(epoch + 1)
+
+    def constant_targets(self, place: Place) -> dict[str, int] | None:
+        """Returns the targets of each head in the window of a batch, over all ranks, where nobody need count them."""
+        return constant_targets(self.plan, self._assembly, place)
 
     def _settle(self) -> None:
         """Makes a dataset that was handed to another process (``mp.spawn``) that process's own.

@@ -13,7 +13,8 @@ import torch
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, TopologyError
 from shardstream.fetch import Fetched, Reading, ReadStats, fetch
-from shardstream.layout import RowsLayout
+from shardstream.layout import Layout, RowsLayout
+from shardstream.packed_layout import PackedLayout
 from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
@@ -159,7 +160,9 @@ def _read(begun: _Begun, worker: _Worker, first_index: int) -> Generator[Batch, 
     if not worker.is_main and reading.num_threads is None:
         reading = replace(reading, num_threads=1)  # workers are the parallelism there
     make = _BatchMaker(plan, origin, source)
-    layout = RowsLayout(plan, source.columns)
+    layout: Layout = RowsLayout(plan, source.columns)
+    if plan.packed is not None:
+        layout = PackedLayout(plan, source.assembly.ignore_index, source.columns)
     fetched = fetch(plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=worker.num_workers)
     try:
         yield from map(make, fetched)
