@@ -1,8 +1,8 @@
-"""The log of what each rank trained on: JSON lines, one file a rank and attempt. Torch-free.
+"""The log of what each rank trained on: numbers, as JSON lines. Torch-free.
 
 ``rank-00003.attempt-0002.jsonl``: a ``start`` line (who, from which cursor, by which plan), a ``window`` line for each
-window after it was trained on, and ``end`` if the run ended by itself. Kinds that a reader does not know it skips and
-counts. A killed process leaves its last line cut; no other line may be.
+window once its samples are in the gradients, ``sums`` of its losses, an ``epoch`` line for each epoch that was proved
+while the run went on, and ``end`` if it ended by itself. Kinds that a reader does not know it skips and counts.
 
 An attempt begins at a cursor. What earlier attempts logged from there on was trained and then rolled back with the
 crash: it does not count as consumed.
@@ -10,12 +10,9 @@ crash: it does not count as consumed.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from io import FileIO
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -25,14 +22,16 @@ import numpy.typing as npt
 
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError, ReadError
+from shardstream.ledger_file import LoggedLines, RotatedLines, next_attempt, read_lines
 from shardstream.manifest import Manifest
 from shardstream.packing import Packed, Packing
 from shardstream.permutation import mix64
 from shardstream.plan import Plan
 
+__all__ = ["LOG_VERSION", "ConsumedLog", "LoggedWindow", "RankLog", "id_checksum", "next_attempt", "read_logs"]
+
 LOG_VERSION = 1
 
-_NAME = re.compile(r"rank-(?P<rank>\d{5,})\.attempt-(?P<attempt>\d{4,})\.jsonl")
 _PLAN_FIELDS = ("seed", "batch_size", "accumulate", "lanes", "shuffle", "tail")
 
 
@@ -50,29 +49,11 @@ def id_checksum(ids: npt.ArrayLike) -> int:
     return int(mix64(words).sum(dtype=np.uint64))
 
 
-def next_attempt(directory: str | os.PathLike[str]) -> int:
-    """Returns the number for a new attempt: one more than the highest in the folder, 0 if there is none.
-
-    One process must ask and tell the others, before any of them logs.
-
-    Args:
-        directory: Folder of the logs; it need not exist.
-    """
-    return 1 + max((int(found["attempt"]) for _, found in _files(directory)), default=-1)
-
-
-def _files(directory: str | os.PathLike[str]) -> list[tuple[Path, re.Match[str]]]:
-    folder = Path(directory)
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [(path, found) for path in paths if (found := _NAME.fullmatch(path.name))]
-
-
 @final
 class ConsumedLog:
     """Writes what one rank trained on; a context manager.
 
-    The file is made with the first window and each line is handed to the system at once, so that SIGKILL loses at most
-    the line being written. An existing file is never overwritten.
+    The file is made with the first window. An existing one is never overwritten.
 
     Args:
         directory: Folder of the logs; made if missing.
@@ -82,6 +63,8 @@ class ConsumedLog:
         start: Where this attempt begins.
         plan: The plan that it follows.
         with_ids: Whether to log sample ids, or only their checksum.
+        rotate_num_bytes: A file that is as large is followed by another part.
+        keep_num_bytes: What this rank's parts may take together; None keeps all. What is dropped is no longer proved.
 
     Example:
         >>> import tempfile
@@ -104,11 +87,11 @@ class ConsumedLog:
         plan: Plan,
         *,
         with_ids: bool = True,
+        rotate_num_bytes: int = 64 << 20,
+        keep_num_bytes: int | None = None,
     ) -> None:
-        self._path = Path(directory) / f"rank-{rank:05d}.attempt-{attempt:04d}.jsonl"
         self._with_ids = with_ids
-        self._file: FileIO | None = None
-        self._header = {
+        header = {
             "kind": "start",
             "version": LOG_VERSION,
             "attempt": attempt,
@@ -118,6 +101,8 @@ class ConsumedLog:
             "fingerprint": plan.manifest.fingerprint,
             "plan": {name: getattr(plan, name) for name in _PLAN_FIELDS},
         }
+        bounds = {"rotate_num_bytes": rotate_num_bytes, "keep_num_bytes": keep_num_bytes}
+        self._lines = RotatedLines(directory, rank, attempt, header, **bounds)  # type: ignore[arg-type]
 
     def window(
         self,
@@ -127,9 +112,9 @@ class ConsumedLog:
         ids: npt.ArrayLike,
         num_padding: int = 0,
         masked_ids: Iterable[int] = (),
-        sums: Mapping[str, float] | None = None,
+        targets: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
-        """Logs one window, after it was trained on.
+        """Logs one window, once its samples are in the gradients, and before a checkpoint that is behind it.
 
         Args:
             epoch: Epoch in which the window begins.
@@ -137,7 +122,7 @@ class ConsumedLog:
             ids: int64[n], ids of this rank's real samples of it, in any order; no padding.
             num_padding: How many rows only filled its micro-batches.
             masked_ids: Samples that were dealt but could not be decoded or were rejected; they became padding.
-            sums: What was summed per head, to be kept beside it; or None.
+            targets: Head name → valid targets of the window over all ranks, and this rank's part of them.
 
         Raises:
             ReadError: If another file of this attempt and rank exists.
@@ -149,19 +134,40 @@ class ConsumedLog:
             line["ids"] = numbers.tolist()
         if masked := [int(k) for k in masked_ids]:
             line["masked_ids"] = masked
-        if sums is not None:
-            line["sums"] = dict(sums)
-        self._write(line)
+        if targets is not None:
+            line["targets"] = {head: list(counts) for head, counts in targets.items()}
+        self._lines.write(line)
+
+    def sums(self, *, epoch: int, position: int, sums: Mapping[str, float]) -> None:
+        """Logs what this rank's losses summed to in a window, which a device may tell later than the rest.
+
+        Args:
+            epoch: Epoch in which the window begins.
+            position: Position where it begins.
+            sums: Head name → sum of the losses over this rank's targets.
+        """
+        self._lines.write({"kind": "sums", "epoch": epoch, "position": position, "sums": dict(sums)})
+
+    def epoch(self, epoch: int, *, position: int, num_samples: int, checksum: int) -> None:
+        """Logs that an epoch was proved over all ranks.
+
+        Args:
+            epoch: The epoch.
+            position: Position from which on it was proved: 0, unless the attempt began in it.
+            num_samples: Samples of all ranks.
+            checksum: Their ``id_checksum``.
+        """
+        line = {"kind": "epoch", "epoch": epoch, "position": position, "num_samples": num_samples}
+        self._lines.write({**line, "checksum": f"{checksum:016x}"})
 
     def end(self) -> None:
         """Logs that the run ended by itself, and closes the file."""
-        self._write({"kind": "end"})
+        self._lines.write({"kind": "end"})
         self.close()
 
     def close(self) -> None:
         """Closes the file without saying that the run ended."""
-        if self._file is not None:
-            self._file.close()
+        self._lines.close()
 
     def __enter__(self) -> ConsumedLog:
         return self
@@ -174,27 +180,16 @@ class ConsumedLog:
         else:
             self.close()
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        lines = [line]
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
-            try:
-                # Unbuffered: what was written is the system's, whatever becomes of this process.
-                self._file = FileIO(os.open(self._path, flags, 0o644), "w")
-            except FileExistsError:
-                hint = "ask next_attempt() once, on one rank, and tell the others"
-                raise ReadError("a log of this rank and attempt exists", url=str(self._path), hint=hint) from None
-            lines = [self._header, line]
-        self._file.write("".join(json.dumps(each) + "\n" for each in lines).encode())
-
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
 @dataclass(frozen=True)
 class LoggedWindow:
-    """One window as a rank logged it; ``ids`` is None where only the checksum was."""
+    """One window as a rank logged it; ``ids`` is None where only the checksum was.
+
+    ``targets`` are those of all ranks and of this one, by head; ``sums`` are this rank's losses, where they are known.
+    """
 
     epoch: int
     position: int
@@ -203,6 +198,8 @@ class LoggedWindow:
     checksum: str
     ids: tuple[int, ...] | None
     masked_ids: tuple[int, ...]
+    targets: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    sums: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -221,6 +218,7 @@ class RankLog:
         has_ended: Whether it ended by itself.
         is_cut: Whether its last line is cut.
         num_unknown: Lines of kinds that are not known here.
+        num_dropped_parts: Parts that were dropped to keep a bound; what they held is not known.
     """
 
     path: Path
@@ -234,6 +232,7 @@ class RankLog:
     has_ended: bool
     is_cut: bool
     num_unknown: int
+    num_dropped_parts: int = 0
 
     def plan(self, manifest: Manifest) -> Plan:
         """Returns the plan that the attempt followed.
@@ -259,72 +258,54 @@ def read_logs(directory: str | os.PathLike[str]) -> tuple[list[RankLog], list[Pa
     Raises:
         ReadError: If there is no log, or one is damaged other than by a cut last line.
     """
-    logs, empty = [], []
-    for path, _ in _files(directory):
-        log = _read_log(path)
-        if log is None:
-            empty.append(path)
-        else:
-            logs.append(log)
+    lines, empty = read_lines(directory)
+    logs = [_read_log(each) for each in lines]
     if not logs:
         expected = "rank-00000.attempt-0000.jsonl and so on"
         raise ReadError("no log of consumed samples", url=str(directory), expected=expected, found=f"{len(empty)} cut")
     return sorted(logs, key=lambda log: (log.attempt, log.rank)), empty
 
 
-def _read_log(path: Path) -> RankLog | None:
-    lines = path.read_bytes().split(b"\n")
-    is_cut = lines.pop() != b""  # after the last newline there is nothing, unless the line was cut
-    if not lines:
-        return None
-    entries = [_entry(path, row, line) for row, line in enumerate(lines)]
-    head = entries[0]
-    if head.get("kind") != "start":
-        raise ReadError("a log does not begin with its start", url=str(path), found=head.get("kind"))
+def _read_log(lines: LoggedLines) -> RankLog:
+    head, url = lines.head, str(lines.path)
     version = head.get("version")
     if version != LOG_VERSION:
         hint = "upgrade shardstream" if isinstance(version, int) and version > LOG_VERSION else None
-        raise ReadError("unknown version of a log", url=str(path), expected=LOG_VERSION, found=version, hint=hint)
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for entry in entries[1:]:
+        raise ReadError("unknown version of a log", url=url, expected=LOG_VERSION, found=version, hint=hint)
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in lines.entries:
         by_kind.setdefault(str(entry.get("kind")), []).append(entry)
-    windows, ends = by_kind.pop("window", []), by_kind.pop("end", [])
+    windows, sums, _, ends = (by_kind.pop(kind, []) for kind in ("window", "sums", "epoch", "end"))
     try:
+        sums_at = {(entry["epoch"], entry["position"]): dict(entry["sums"]) for entry in sums}
         return RankLog(
-            path=path,
+            path=lines.path,
             attempt=int(head["attempt"]),
             rank=int(head["rank"]),
             world_size=int(head["world_size"]),
             start=Cursor.from_state_dict(head["cursor"]),
             fingerprint=str(head["fingerprint"]),
             settings={name: head["plan"][name] for name in _PLAN_FIELDS},
-            windows=tuple(map(_window, windows)),
+            windows=tuple(_window(entry, sums_at) for entry in windows),
             has_ended=bool(ends),
-            is_cut=is_cut,
+            is_cut=lines.is_cut,
             num_unknown=sum(map(len, by_kind.values())),
+            num_dropped_parts=lines.num_dropped_parts,
         )
-    except (KeyError, TypeError, ValueError, CursorError, PlanError) as error:
-        raise ReadError("a log has lines that are not understood", url=str(path), found=repr(error)[:200]) from None
+    except (AttributeError, KeyError, TypeError, ValueError, CursorError, PlanError) as error:
+        raise ReadError("a log has lines that are not understood", url=url, found=repr(error)[:200]) from None
 
 
-def _entry(path: Path, row: int, line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise ReadError("a line of a log is damaged", url=str(path), row=row, found=str(error)[:200]) from None
-    if not isinstance(entry, dict):
-        raise ReadError("a line of a log is no JSON object", url=str(path), row=row, found=type(entry).__name__)
-    return entry
-
-
-def _window(entry: Mapping[str, Any]) -> LoggedWindow:
-    ids = entry.get("ids")
+def _window(entry: Mapping[str, Any], sums_at: Mapping[tuple[int, int], Mapping[str, float]]) -> LoggedWindow:
+    ids, place = entry.get("ids"), (int(entry["epoch"]), int(entry["position"]))
     return LoggedWindow(
-        epoch=int(entry["epoch"]),
-        position=int(entry["position"]),
+        epoch=place[0],
+        position=place[1],
         num_samples=len(ids) if ids is not None else int(entry["num_samples"]),
         num_padding=int(entry["num_padding"]),
         checksum=str(entry["checksum"]),
         ids=None if ids is None else tuple(map(int, ids)),
         masked_ids=tuple(map(int, entry.get("masked_ids", ()))),
+        targets={head: (int(total), int(mine)) for head, (total, mine) in entry.get("targets", {}).items()},
+        sums=sums_at.get(place, {}),
     )

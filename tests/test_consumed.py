@@ -32,7 +32,7 @@ def log_of(folder, plan, rank=0, attempt=0, **settings):
 
 def test_lines(tmp_path, plan):
     with log_of(tmp_path / "logs", plan, rank=1) as log:
-        log.window(epoch=1, position=4, ids=np.array([7, 2]), num_padding=1, masked_ids=[5], sums={"lm": 2.5})
+        log.window(epoch=1, position=4, ids=np.array([7, 2]), num_padding=1, masked_ids=[5], targets={"lm": (9, 4)})
     path = tmp_path / "logs" / "rank-00001.attempt-0000.jsonl"
     start, window, end = map(json.loads, path.read_text().splitlines())
     assert start["kind"] == "start"
@@ -50,7 +50,7 @@ def test_lines(tmp_path, plan):
         "checksum": f"{checksum:016x}",
         "ids": [7, 2],
         "masked_ids": [5],
-        "sums": {"lm": 2.5},
+        "targets": {"lm": [9, 4]},
     }
     assert end == {"kind": "end"}
     assert path.stat().st_mode & 0o777 == 0o644 & ~_umask()
