@@ -6,7 +6,7 @@ filled; ``gather`` makes the one copy, from there into the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, TypeAlias, cast
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shardstream.errors import DecodeError
 
+_PlaceOfPart: TypeAlias = Callable[[int], Mapping[str, Any]] | None
 SliceKind: TypeAlias = Literal["list", "bytes", "text"]
 
 
@@ -74,7 +75,12 @@ class Rows:
     num_bytes: int = 0
 
 
-def gather(parts: Sequence[Rows], part_of_row: npt.NDArray[np.int64], row_in_part: npt.NDArray[np.int64]) -> Rows:
+def gather(
+    parts: Sequence[Rows],
+    part_of_row: npt.NDArray[np.int64],
+    row_in_part: npt.NDArray[np.int64],
+    place_of_part: _PlaceOfPart = None,
+) -> Rows:
     """Copies rows out of several parts into new columns, each value once.
 
     Numbers land in one array; lists of numbers one row after the other in one array; bytes and text become Python
@@ -84,6 +90,7 @@ def gather(parts: Sequence[Rows], part_of_row: npt.NDArray[np.int64], row_in_par
         parts: Where the rows are now; all with the same columns.
         part_of_row: int64[n], which part each row is in.
         row_in_part: int64[n], where it is there.
+        place_of_part: Returns where a part comes from (``url=``, ``block=``), for messages.
 
     Returns:
         n rows. Columns are in the order of the first part.
@@ -100,9 +107,10 @@ def gather(parts: Sequence[Rows], part_of_row: npt.NDArray[np.int64], row_in_par
     bounds = np.searchsorted(part_of_row[by_part], np.arange(len(parts) + 1)).tolist()
     places = [by_part[begin:end] for begin, end in pairwise(bounds)]
     picks = [row_in_part[place] for place in places]
-    columns = {
-        name: _gather_column(name, [part.columns[name] for part in parts], places, picks) for name in parts[0].columns
-    }
+    columns = {}
+    for name in parts[0].columns:
+        sources = [part.columns[name] for part in parts]
+        columns[name] = _gather_column(name, sources, places, picks, place_of_part)
     return Rows(len(part_of_row), columns, sum(map(_num_bytes, columns.values())))
 
 
@@ -120,15 +128,21 @@ def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
 _Places: TypeAlias = Sequence[npt.NDArray[np.int64]]
 
 
-def _gather_column(name: str, columns: Sequence[Column], places: _Places, picks: _Places) -> Column:
+def _gather_column(
+    name: str, columns: Sequence[Column], places: _Places, picks: _Places, place_of_part: _PlaceOfPart
+) -> Column:
     num_rows = sum(map(len, places))
     if all(isinstance(column, Dense) for column in columns):
         return _gather_dense(cast("Sequence[Dense]", columns), places, picks, num_rows)
     if all(isinstance(column, Slices) and column.kind == "list" for column in columns):
         return _gather_lists(cast("Sequence[Slices]", columns), places, picks, num_rows)
     values: list[Any] = [None] * num_rows
-    for column, place, pick in zip(columns, places, picks, strict=True):
-        for where, value in zip(place.tolist(), python_values(name, column, pick), strict=True):
+    for part, (column, place, pick) in enumerate(zip(columns, places, picks, strict=True)):
+        try:
+            picked = python_values(name, column, pick)
+        except DecodeError as error:
+            raise DecodeError(str(error), **({} if place_of_part is None else place_of_part(part))) from error
+        for where, value in zip(place.tolist(), picked, strict=True):
             values[where] = value
     return Objects(values)
 
@@ -202,7 +216,7 @@ def python_values(name: str, column: Column, rows: npt.NDArray[np.int64] | None 
 def _slice_values(name: str, column: Slices, bounds: Iterable[tuple[int, int]]) -> list[Any]:
     if column.kind == "list":
         return [column.values[begin:end] for begin, end in bounds]
-    memory = memoryview(np.ascontiguousarray(column.values))
+    memory = np.ascontiguousarray(column.values).data
     if column.kind == "bytes":
         return [bytes(memory[begin:end]) for begin, end in bounds]
     try:

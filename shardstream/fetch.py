@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import gcd
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from shardstream.columns import Rows, slice_rows
-from shardstream.errors import ReadError
+from shardstream.errors import DecodeError, PlanError, ReadError, ShardStreamError
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RowsLayout, RunKey
 from shardstream.manifest import Manifest
@@ -31,6 +32,7 @@ from shardstream.plan import Plan, PlannedBatch
 
 _GATHER_ROWS = 2048
 _GATHER_NUM_BYTES = 16 << 20
+_ROWS_OF_LANE = 64
 _LOOK_AHEAD = 3
 _THREAD_NAME = "shardstream-read"
 
@@ -45,6 +47,9 @@ class Reading:
         gather_rows: Samples that are taken together, at the most.
         storage_options: For ``fsspec``.
         timeout_s: How long a batch may be waited for, in seconds.
+
+    Raises:
+        PlanError: If a number is not positive.
     """
 
     num_threads: int | None = None
@@ -52,6 +57,12 @@ class Reading:
     gather_rows: int = _GATHER_ROWS
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "look_ahead", "gather_rows", "timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise PlanError(f"Reading({name}=) must be positive", found=value)
 
 
 @dataclass
@@ -115,6 +126,7 @@ def fetch(
     runs = _OpenRuns(plan.manifest, layout, reading.storage_options, pool, stats)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
+    is_late = False
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_start(planned, runs, pool))
@@ -123,6 +135,7 @@ def fetch(
             try:
                 gathered = started.rows.result(reading.timeout_s)
             except FutureTimeoutError:
+                is_late = True
                 raise _too_late(plan.manifest, started, reading.timeout_s) from None
             # The next gather takes its runs before this one gives back its own: what both need stays open.
             ahead.extend(_start(planned, runs, pool) for planned in islice(waiting, 1))
@@ -131,9 +144,10 @@ def fetch(
             stats.num_bytes += gathered.num_bytes
             yield from _cut(started.planned, gathered)
     finally:
-        # The garbage collector may close a forgotten generator in any thread; one of a pool must not wait for a pool.
+        # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
+        # one of a pool must not wait for a pool.
         is_reader = threading.current_thread().name.startswith(_THREAD_NAME)
-        pool.shutdown(wait=not is_reader, cancel_futures=True)
+        pool.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
         runs.close()
 
 
@@ -151,11 +165,18 @@ def _gathers(
     """Groups micro-batches: first one alone, so that the first batch waits for its own blocks only, then more.
 
     A full gather visits every lane that this worker reads (they come round after ``cycle`` of its micro-batches), so
-    that a run which the next gather does not need is not needed again.
+    that a run which the next gather does not need is not needed again. Only lanes that fit the global batch very badly
+    are opened again for the sake of memory.
     """
-    rows = max(1, min(most_rows, _GATHER_NUM_BYTES // layout.row_num_bytes))
-    cycle = plan.accumulate // gcd(plan.accumulate, num_workers)
-    most = max(1, rows // plan.batch_size // cycle * cycle) if rows >= cycle * plan.batch_size else cycle
+    most = max(1, min(most_rows, _GATHER_NUM_BYTES // layout.row_num_bytes) // plan.batch_size)
+    common = gcd(plan.lanes, plan.global_batch)
+    num_windows, rows_of_lane = plan.lanes // common, plan.global_batch // common  # until each lane was visited alike
+    cycle = plan.accumulate * num_windows
+    cycle //= gcd(cycle, num_workers)
+    if cycle <= most:
+        most = most // cycle * cycle
+    elif num_windows == 1 or rows_of_lane <= _ROWS_OF_LANE:
+        most = cycle
     size = 1
     while group := list(islice(batches, size)):
         yield layout.planned(group)
@@ -181,12 +202,11 @@ def _cut(planned: Planned, gathered: Rows) -> Iterator[Fetched]:
 
 
 def _too_late(manifest: Manifest, started: _Gather, timeout_s: float) -> ReadError:
-    block = started.planned.keys[0].block
-    shard = int(manifest.shard_of_block(np.array([block]))[0])
+    key = started.planned.keys[0]
     return ReadError(
-        f"data was not there after {timeout_s:.0f} s",
-        url=manifest.url(shard),
-        block=block,
+        f"data was not there after {timeout_s:g} s",
+        url=manifest.url_of_block(key.block),
+        block=key.block,
         hint="see whether the store answers, or give Reading(timeout_s=)",
     )
 
@@ -255,7 +275,7 @@ class _OpenRuns:
         return _Held(self._pool.submit(self._first_run, key))
 
     def _first_run(self, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        shard = int(self._manifest.shard_of_block(np.array([key.block]))[0])
+        shard = int(self._manifest.shard_of_block(np.array(key.block)))
         if shard not in self._shards:
             self._shards[shard] = Shard(self._manifest, shard, self._options)
         stream = format_of("." + self._manifest.formats[shard]).read_runs(
@@ -267,17 +287,25 @@ class _OpenRuns:
         return self._advanced(before.result()[1], key)
 
     def _advanced(self, stream: Generator[Rows, None, None], key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        rows = next(stream)
         block, run, manifest = key.block, key.run, self._manifest
-        if (run + 1) * int(manifest.block_run_rows[block]) >= int(manifest.block_rows[block]):
-            stream.close()  # the block's last run: its file need not stay open as long as its rows
         try:
+            rows = next(stream)
+            if (run + 1) * int(manifest.block_run_rows[block]) >= int(manifest.block_rows[block]):
+                stream.close()  # the block's last run: its file need not stay open as long as its rows
             return self._layout.prepared(key, rows), stream
-        except BaseException:
+        except ShardStreamError:
             stream.close()
             raise
+        except StopIteration as end:
+            what, url = "the block has fewer runs than were indexed", manifest.url_of_block(key.block)
+            raise DecodeError(what, url=url, block=block, found=run) from end
+        except Exception as error:
+            stream.close()
+            what, url = f"reading failed with {type(error).__name__}: {error}", manifest.url_of_block(key.block)
+            raise ReadError(what, url=url, block=block, hint="the traceback above shows where") from error
 
 
 def _close_stream(opened: _Opened) -> None:
     if not opened.cancelled() and opened.exception() is None:
-        opened.result()[1].close()
+        with suppress(ValueError):  # the next run is being read from it just now: its own callback comes later
+            opened.result()[1].close()

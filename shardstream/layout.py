@@ -87,7 +87,12 @@ class RowsLayout:
         place_of_key[by_first_use] = np.arange(len(by_first_use))
         keys = [RunKey(*divmod(code, 1 << 32)) for code in unique[by_first_use].tolist()]
         row_in_run = row - run * manifest.block_run_rows[block]
-        make = partial(gather, part_of_row=place_of_key[inverse], row_in_part=row_in_run)
+        make = partial(
+            gather,
+            part_of_row=place_of_key[inverse],
+            row_in_part=row_in_run,
+            place_of_part=lambda part: {"url": manifest.url_of_block(keys[part].block), "block": keys[part].block},
+        )
         return Planned(batches, manifest.block_start[block] + row, keys, make)
 
     def prepared(self, key: RunKey, rows: Rows) -> Rows:  # noqa: ARG002 - other layouts need it

@@ -154,6 +154,10 @@ class Manifest:
         """Returns the shard of each block: int64, of the shape of ``block``."""
         return np.searchsorted(self.shard_first_block, block, side="right") - 1
 
+    def url_of_block(self, block: int) -> str:
+        """Returns the full location of the shard that a block is in; see ``url``."""
+        return self.url(int(self.shard_of_block(np.array(block))))
+
     def shard_of_sample(self, sample_id: npt.NDArray[np.integer[Any]]) -> Int64Array:
         """Returns the shard of each sample id: int64, of the shape of ``sample_id``."""
         return np.searchsorted(self.first_sample, sample_id, side="right") - 1

@@ -1,0 +1,311 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardstream.columns import Rows, python_values
+from shardstream.errors import DecodeError, PlanError, ReadError, ShardChangedError
+from shardstream.fetch import Reading, ReadStats, fetch
+from shardstream.formats.parquet import ParquetFormat
+from shardstream.layout import RowsLayout
+from shardstream.plan import Plan
+from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manifest, with_runs
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("shardstream-read")]
+
+
+def open_files(folder):
+    """What this process has open below a folder."""
+    return [file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
+
+
+def fetched(plan, rank=0, *, start=None, columns=None, worker=0, num_workers=1, most=None, **options):
+    planned = plan.micro_batches(rank, start or plan.cursor(), worker=worker, num_workers=num_workers)
+    return fetch(plan, islice(planned, most), layout=RowsLayout(plan, columns), num_workers=num_workers, **options)
+
+
+def python_rows(rows: Rows):
+    columns = {name: python_values(name, column) for name, column in rows.columns.items()}
+    return [
+        {name: values[row].tolist() if isinstance(values[row], np.ndarray) else values[row]
+         for name, values in columns.items()}
+        for row in range(rows.num_rows)
+    ]  # fmt: skip
+
+
+def naive_rows(manifest):
+    """Every row of every shard, read with the format's own reader; index is the sample id."""
+    return [row for shard in range(manifest.num_shards) for row in pq.read_table(manifest.url(shard)).to_pylist()]
+
+
+# ------------------------------------------------------------------------------------------------ what is read
+
+
+LAYOUT = st.tuples(
+    st.lists(st.integers(0, 30), min_size=1, max_size=4).filter(any),  # shard sizes
+    st.integers(1, 12),  # rows of a row group
+    st.integers(1, 12),  # rows of a run
+)
+SPLIT = st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))  # P, b, accumulate, W
+ORDER = st.sampled_from(
+    [(True, None), (True, 1), (True, 5), (False, None), (False, 3), ("full", None), ("torch", None)]
+)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(layout=LAYOUT, split=SPLIT, order=ORDER, tail=st.sampled_from(["pad", "uneven", "continue"]), data=st.data())
+def test_fetch_equals_a_naive_reader(tmp_path_factory, layout, split, order, tail, data):
+    sizes, row_group_size, run_rows = layout
+    world_size, batch_size, accumulate, num_workers = split
+    manifest = with_runs(parquet_manifest(tmp_path_factory.mktemp("fetch"), sizes, row_group_size), run_rows)
+    plan = Plan.make(
+        manifest,
+        world_size=world_size,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        seed=4,
+        shuffle=order[0],
+        lanes=order[1],
+        tail=tail,
+    )
+    everything, first_sample = naive_rows(manifest), manifest.first_sample
+    reading = Reading(num_threads=data.draw(st.integers(1, 3)), look_ahead=data.draw(st.integers(1, 4)),
+                      gather_rows=data.draw(st.sampled_from([1, 7, 2048])))  # fmt: skip
+    position = data.draw(st.integers(0, (manifest.num_samples - 1) // plan.global_batch)) * plan.global_batch
+    start = plan.cursor(data.draw(st.integers(0, 2)), position)
+    for rank in range(world_size):
+        for worker in range(num_workers):
+            planned = plan.micro_batches(rank, start, worker=worker, num_workers=num_workers)
+            batches = list(islice(planned, 30))
+            seen = list(fetch(plan, iter(batches), reading=reading, num_workers=num_workers))
+            assert [f.batch.batch_index for f in seen] == [batch.batch_index for batch in batches]
+            for batch, got in zip(batches, seen, strict=True):
+                ahead, local = np.divmod(batch.positions, plan.num_positions)
+                want = []
+                for further, where in zip(ahead.tolist(), local.tolist(), strict=True):
+                    shard, row = plan.epoch(batch.epoch + further).order.locate(np.array([where]))
+                    want.append(int(first_sample[shard[0]] + row[0]))
+                assert got.sample_ids.tolist() == want
+                assert python_rows(got.rows) == [everything[sample] for sample in want]
+    assert not readers()
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+def test_tar_samples(tmp_path, suffix):
+    manifest = with_runs(tar_manifest(tmp_path, [5, 0, 17, 3], suffix), 4)
+    plan = Plan.make(manifest, batch_size=4, seed=1)
+    for got in fetched(plan):
+        for sample, row in zip(got.sample_ids.tolist(), python_rows(got.rows), strict=True):
+            assert row["uid"] == str(sample).encode()
+            assert row["__key__"] == f"{sample:06d}"
+
+
+def test_columns_are_chosen_and_kept_in_order(tmp_path):
+    plan = Plan.make(parquet_manifest(tmp_path, [9]), batch_size=3)
+    assert [list(got.rows.columns) for got in fetched(plan, columns=("text", "uid"))] == [["text", "uid"]] * 3
+
+
+# ------------------------------------------------------------------------------------------------ how it is read
+
+
+def test_the_first_batch_waits_for_its_own_blocks_only(tmp_path):
+    plan = Plan.make(parquet_manifest(tmp_path, [200], 5), batch_size=4, lanes=4)
+    stats = ReadStats()
+    batches = fetched(plan, stats=stats, reading=Reading(look_ahead=1))
+    next(batches)
+    assert stats.num_blocks_opened <= 4 + 8, "its own, and those of the one gather ahead"
+    assert stats.num_samples == 4
+    batches.close()
+
+
+@pytest.mark.parametrize("run_rows", [3, 100])
+@pytest.mark.parametrize(
+    ("lanes", "accumulate", "num_workers"), [(1, 1, 1), (8, 2, 1), (8, 4, 2), (16, 2, 1), (16, 1, 2), (12, 1, 1)]
+)
+def test_a_block_is_opened_once_by_each_lane_that_ends_in_it(tmp_path, run_rows, lanes, accumulate, num_workers):
+    """Lanes up to several global batches, gathers of any size: nothing is dropped between two visits of a lane."""
+    manifest = with_runs(parquet_manifest(tmp_path, [240, 160], 20), run_rows)
+    plan = Plan.make(manifest, batch_size=8 // accumulate, accumulate=accumulate, lanes=lanes)
+    for gather_rows in (1, 64):
+        stats = ReadStats()
+        for worker in range(num_workers):
+            reading = Reading(gather_rows=gather_rows)
+            for _ in fetched(plan, worker=worker, num_workers=num_workers, stats=stats, reading=reading):
+                pass
+        visits = 2 * lanes if run_rows < 20 else lanes  # phases cut blocks as often again
+        assert stats.num_blocks_opened <= manifest.num_blocks + visits, stats
+        assert stats.num_samples == 400
+
+
+def test_settings_that_could_not_work_are_refused():
+    for wrong in ({"look_ahead": 0}, {"num_threads": 0}, {"gather_rows": -1}, {"timeout_s": 0}):
+        with pytest.raises(PlanError, match=next(iter(wrong))):
+            Reading(**wrong)
+
+
+# ------------------------------------------------------------------------------------------------ how it ends
+
+
+@pytest.mark.parametrize("end", ["break", "close", "exhausted"])
+def test_no_thread_and_no_file_is_left(tmp_path, end):
+    plan = Plan.make(with_runs(parquet_manifest(tmp_path, [200, 100], 50), 5), batch_size=4, lanes=4)
+    batches = fetched(plan)
+    next(batches)
+    assert readers()
+    if end == "close":
+        batches.close()
+    elif end == "exhausted":
+        assert sum(1 for _ in batches) == 74
+    del batches
+    assert not readers()
+    assert not open_files(tmp_path)
+
+
+def test_it_starts_nothing_before_it_is_iterated(tmp_path):
+    plan = Plan.make(parquet_manifest(tmp_path, [20]), batch_size=4)
+    batches = fetched(plan)
+    assert not readers()
+    assert not open_files(tmp_path)
+    batches.close()
+    assert not readers()
+
+
+def test_an_exception_of_the_consumer_closes_everything(tmp_path):
+    plan = Plan.make(with_runs(parquet_manifest(tmp_path, [100], 50), 5), batch_size=4)
+
+    def consume():
+        for _ in fetched(plan):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        consume()
+    assert not readers()
+    assert not open_files(tmp_path)
+
+
+def test_a_generator_that_is_collected_in_a_reading_thread_does_not_wait_for_itself(tmp_path):
+    plan = Plan.make(with_runs(parquet_manifest(tmp_path, [100], 50), 5), batch_size=4)
+    forgotten = [fetched(plan)]
+    next(forgotten[0])
+    ended = threading.Event()
+
+    def collect():
+        forgotten[0].close()
+        forgotten.clear()
+        ended.set()
+
+    threading.Thread(target=collect, name="shardstream-read_9", daemon=True).start()
+    assert ended.wait(20)
+    for thread in readers():
+        thread.join(20)
+    assert not readers()
+    assert not open_files(tmp_path)
+
+
+def damage(manifest, shard):
+    """Overwrites some bytes of a shard's first block; size, times and footer stay."""
+    path = Path(manifest.url(shard))
+    stamp = path.stat()
+    with path.open("r+b") as file:
+        file.seek(int(manifest.block_offset[manifest.shard_first_block[shard]]) + 2)
+        file.write(b"\xff" * 40)
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+
+
+def test_damage_in_the_middle_names_shard_and_block_and_closes_everything(tmp_path):
+    manifest = parquet_manifest(tmp_path, [20, 20, 20], 10)
+    plan = Plan.make(manifest, batch_size=4, shuffle=False)
+    damage(manifest, 1)
+    batches = fetched(plan, reading=Reading(gather_rows=4))
+    assert [next(batches).sample_ids.tolist() for _ in range(5)] == np.arange(20).reshape(5, 4).tolist()
+    with pytest.raises(DecodeError, match=r"part-00001\.parquet, block 2\]"):
+        next(batches)
+    assert not readers()
+    assert not open_files(tmp_path)
+
+
+def test_a_shard_that_is_gone_or_another_is_named(tmp_path):
+    manifest = parquet_manifest(tmp_path, [20, 20])
+    Path(manifest.url(1)).unlink()
+    with pytest.raises(ReadError, match=r"part-00001\.parquet"):
+        list(fetched(Plan.make(manifest, batch_size=4)))
+    pq.write_table(pa.table({"uid": [1, 2, 3]}), manifest.url(1))
+    with pytest.raises(ShardChangedError, match=r"part-00001\.parquet"):
+        list(fetched(Plan.make(replace(manifest), batch_size=4)))
+
+
+def test_text_that_is_not_utf_8_names_shard_and_block(tmp_path):
+    good, bad = pa.array(["a", "b", "c"]), pa.array([b"d", b"\xff", b"f"]).view(pa.string())
+    for number, column in enumerate((good, bad)):
+        pq.write_table(pa.table({"text": column}), tmp_path / f"{number}.parquet")
+    manifest = manifest_of_files(sorted(tmp_path.iterdir()))
+    with pytest.raises(DecodeError, match=r"column 'text' holds text that is not UTF-8.*1\.parquet, block 1\]"):
+        list(fetched(Plan.make(manifest, batch_size=6)))
+
+
+def test_a_fault_of_a_format_is_an_error_with_a_place(tmp_path, monkeypatch):
+    plan = Plan.make(parquet_manifest(tmp_path, [20], 20), batch_size=4)
+
+    def broken(*_):
+        raise ZeroDivisionError("a fault")
+        yield
+
+    monkeypatch.setattr(ParquetFormat, "read_runs", broken)
+    with pytest.raises(ReadError, match=r"ZeroDivisionError: a fault \[.*part-00000\.parquet, block 0\]"):
+        next(fetched(plan))
+    monkeypatch.setattr(ParquetFormat, "read_runs", lambda *_: (rows for rows in ()))
+    with pytest.raises(DecodeError, match=r"fewer runs than were indexed \[.*part-00000\.parquet, block 0\]"):
+        next(fetched(plan))
+
+
+def test_a_read_that_hangs_is_given_up_at_the_deadline(tmp_path, monkeypatch):
+    plan = Plan.make(parquet_manifest(tmp_path, [20], 20), batch_size=4)
+    release = threading.Event()
+
+    def hanging(*_):
+        release.wait(60)
+        yield
+
+    monkeypatch.setattr(ParquetFormat, "read_runs", hanging)
+    begun = time.monotonic()
+    try:
+        with pytest.raises(ReadError, match=r"data was not there after 0\.2 s \[.*part-00000\.parquet, block 0\]"):
+            next(fetched(plan, reading=Reading(timeout_s=0.2)))
+        assert time.monotonic() - begun < 30, "it did not wait for the read"
+    finally:
+        release.set()
+    for thread in readers():
+        thread.join(20)
+
+
+def test_runs_that_are_no_longer_needed_are_let_go(tmp_path):
+    """What is held follows what is open: a run whose rows were all handed out can be freed."""
+    plan = Plan.make(with_runs(parquet_manifest(tmp_path, [600], 100), 10), batch_size=10, shuffle=False)
+    held = []
+    layout = RowsLayout(plan)
+
+    class Watched(RowsLayout):
+        def prepared(self, key, rows):
+            held.append(weakref.ref(rows))
+            return super().prepared(key, rows)
+
+    batches = fetch(plan, plan.micro_batches(0, plan.cursor()), layout=Watched(plan), reading=Reading(gather_rows=20))
+    most = max(sum(ref() is not None for ref in held) for _ in batches)
+    assert len(held) == 60
+    assert most <= 12
+    del layout
