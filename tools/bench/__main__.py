@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from tools.bench.case import REPOSITORY, Case, Folders
-from tools.bench.preparing import prepare_data, prepare_large, prepare_many, prepare_peers
+from tools.bench.preparing import prepare_data, prepare_large, prepare_many, prepare_peers, prepare_store
 from tools.bench.profiling import profile
 from tools.bench.runs import run_suite
 from tools.bench.subjects import PEERS
@@ -33,6 +33,7 @@ def prepare(folders: Folders, scale: float, workloads: str, large: bool, peers: 
     """Write data, manifests and the peers' own formats; what is there is left alone."""
     prepare_data(folders, workloads, scale, click.echo)
     prepare_many(folders, scale, click.echo)
+    prepare_store(folders, workloads, click.echo)
     if large:
         prepare_large(folders, scale, click.echo)
     if peers:

@@ -38,7 +38,7 @@ class Case:
         subject: Name in ``subjects.SUBJECTS``.
         workload: "T" or "I".
         num_workers: DataLoader workers.
-        num_threads: Threads that read.
+        num_threads: Threads that read; 0 for the subject's own choice.
         rank: Data-parallel rank.
         world_size: Number of ranks.
         batch_size: Samples of a batch.

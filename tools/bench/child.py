@@ -34,6 +34,8 @@ def run_case(case: Case, folders: Folders) -> dict[str, Any]:
         try:
             import_module("torch")
             import_module(subject.package)
+            for package in () if case.options.get("cold") else subject.lazy_packages:
+                import_module(package)
         except ImportError as error:
             return {"skipped": f"{subject.package} cannot be imported: {error}"}
         imports = {"import_s": time.perf_counter() - began, "imports_pss_mb": own_pss_mb()}

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 from tools.bench.case import Case, Folders
 from tools.bench.contract import Contract, check
@@ -28,11 +28,13 @@ class Subject(ABC):
 
     Attributes:
         package: What has to be imported first; a case is skipped where it is not installed.
+        lazy_packages: What it imports when it is first used; imported before as well, unless a case says ``cold``.
         is_peer: Whether it lives in the peers' environment.
         environment_name: Folder of an environment of its own, below the bench's root, or "".
     """
 
     package = "torch"
+    lazy_packages: ClassVar[tuple[str, ...]] = ()
     is_peer = False
     environment_name = ""
 
@@ -89,18 +91,16 @@ class Reader(Subject):
         stop_s = float(case.options.get("stop_s", MOST_S))
         while not passes or (self.repeats and time.perf_counter() - began < min(LEAST_S, stop_s)):
             passes.append(_one_pass(batches, began if not passes else time.perf_counter(), stop_s))
-        return {
-            "samples_per_s": median(one.samples_per_s for one in passes),
-            "first_batch_s": passes[0].first_batch_s,
-            "num_samples": sum(one.num_samples for one in passes),
-            "num_passes": len(passes),
-        }
+        first_batch_s = passes[0].first_batch_s
+        if stop_s == 0:
+            return {"first_batch_s": first_batch_s}
+        samples_per_s = median(one.samples_per_s for one in passes)
+        return {"samples_per_s": samples_per_s, "first_batch_s": first_batch_s, "num_passes": len(passes)}
 
 
 class _Pass(NamedTuple):
     first_batch_s: float
     samples_per_s: float
-    num_samples: int
 
 
 def _one_pass(batches: Iterable[Contract], began: float, stop_s: float) -> _Pass:
@@ -113,9 +113,9 @@ def _one_pass(batches: Iterable[Contract], began: float, stop_s: float) -> _Pass
             first, num_first = now, num_samples
         if index < _NUM_CHECKED:
             check(batch)
-        if now - first > stop_s:
+        if now - first >= stop_s:
             break
-    return _Pass(first - began, (num_samples - num_first) / max(now - first, 1e-9), num_samples)
+    return _Pass(first - began, (num_samples - num_first) / max(now - first, 1e-9))
 
 
 class Work(NamedTuple):

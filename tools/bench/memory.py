@@ -72,3 +72,28 @@ def _tree(pid: int) -> list[int]:
         return [pid, *(child.pid for child in process.children(recursive=True))]
     except psutil.Error:
         return []
+
+
+class PeakGrowth:
+    """Measures how far this process's resident memory grew at its peak, as a context.
+
+    Attributes:
+        growth_mb: Set when the context ends.
+    """
+
+    growth_mb = 0.0
+
+    def __enter__(self) -> Self:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        self._before = _status_mb("VmRSS")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.growth_mb = max(0.0, _status_mb("VmHWM") - self._before)
+
+
+def _status_mb(name: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024 / 1e6
+    return 0.0

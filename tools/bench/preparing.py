@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tools.bench import data
 from tools.bench.case import Case, Folders
 from tools.bench.child import PREPARE
+from tools.bench.range_server import RangeServer
 from tools.bench.runs import run_fresh
 from tools.bench.workloads import workload
 
@@ -26,11 +28,20 @@ def prepare_data(folders: Folders, loads: Sequence[str], scale: float, say: Call
             if data.write_form(load, form, folder):
                 say(f"wrote {name} as {form}")
             if form in MANIFEST_FORMS:
-                write_manifest(folder, folders.data / name / f"{form}.manifest.parquet", say)
+                write_manifest(str(folder), folders.data / name / f"{form}.manifest.parquet", say)
+    if "T" in loads:  # the same data, a tenth of it: memory must not differ
+        shards = sorted((folders.data / "T" / "parquet").glob("*.parquet"))
+        tenth = [str(path) for path in shards[: max(1, len(shards) // 10)]]
+        write_manifest(tenth, folders.data / "T" / "parquet-tenth.manifest.parquet", say)
 
 
-def write_manifest(folder: Path, manifest: Path, say: Callable[[str], None]) -> None:
-    """Indexes a folder of shards, unless a manifest of this version is there."""
+def write_manifest(
+    shards: str | list[str],
+    manifest: Path,
+    say: Callable[[str], None],
+    storage_options: Mapping[str, Any] | None = None,
+) -> None:
+    """Indexes shards, unless a manifest of this version is there."""
     from shardstream import Manifest, ManifestError, ShardStreamWarning, build_manifest
 
     try:
@@ -38,8 +49,9 @@ def write_manifest(folder: Path, manifest: Path, say: Callable[[str], None]) -> 
     except ManifestError:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardStreamWarning)  # large blocks are what some cases are about
-            built = build_manifest(str(folder), manifest, overwrite=True, num_workers=0)
-        say(f"indexed {folder.parent.name}/{folder.name}: {built.num_samples:,} samples, {built.num_blocks:,} blocks")
+            built = build_manifest(shards, manifest, overwrite=True, num_workers=0, storage_options=storage_options)
+        name = manifest.relative_to(manifest.parents[1])
+        say(f"indexed {name}: {built.num_samples:,} samples, {built.num_blocks:,} blocks")
 
 
 def prepare_large(folders: Folders, scale: float, say: Callable[[str], None]) -> None:
@@ -47,14 +59,23 @@ def prepare_large(folders: Folders, scale: float, say: Callable[[str], None]) ->
     for name, write in (("big-group", data.write_big_group), ("big-frame", data.write_big_frame)):
         if write(folders.data / "large" / name, scale):
             say(f"wrote {name}")
-        write_manifest(folders.data / "large" / name, folders.data / "large" / f"{name}.manifest.parquet", say)
+        write_manifest(str(folders.data / "large" / name), folders.data / "large" / f"{name}.manifest.parquet", say)
 
 
 def prepare_many(folders: Folders, scale: float, say: Callable[[str], None]) -> None:
     """Writes the 10,000 shards of 100 blocks for the time to the first batch."""
     if data.write_many(folders.data / "many" / "parquet", scale):
         say("wrote the many shards")
-    write_manifest(folders.data / "many" / "parquet", folders.data / "many" / "parquet.manifest.parquet", say)
+    write_manifest(str(folders.data / "many" / "parquet"), folders.data / "many" / "parquet.manifest.parquet", say)
+
+
+def prepare_store(folders: Folders, loads: Sequence[str], say: Callable[[str], None]) -> None:
+    """Indexes the Parquet shards as the bench's own object store shows them."""
+    with RangeServer(folders.data, latency_s=0.0) as server:
+        for name in loads:
+            shards = sorted((folders.data / name / "parquet").glob("*.parquet"))
+            urls = [f"s3://bench/{name}/parquet/{path.name}" for path in shards]
+            write_manifest(urls, folders.data / name / "store.manifest.parquet", say, server.storage_options)
 
 
 def prepare_peers(

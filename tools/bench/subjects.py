@@ -11,6 +11,15 @@ from tools.bench.measuring import Subject
 
 SUBJECTS = {
     "shardstream": "tools.bench.adapters.shardstream_reader:ShardstreamReader",
+    "import": "tools.bench.costs.imports:ImportCost",
+    "store": "tools.bench.costs.store:Store",
+    "loop": "tools.bench.costs.loop:Loop",
+    "growth": "tools.bench.costs.growth:Growth",
+    "order-distributed-sampler": "tools.bench.costs.orders:DistributedSamplerOrder",
+    "order-mds": "tools.bench.costs.orders:MdsOrder",
+    "order-litdata": "tools.bench.costs.orders:LitDataOrder",
+    "order-litdata-elastic": "tools.bench.costs.orders:LitDataElastic",
+    "order-grain": "tools.bench.costs.orders:GrainOrder",
     "limit-parquet": "tools.bench.limits.parquet:ParquetLimit",
     "limit-tar": "tools.bench.limits.tar:TarLimit",
     "limit-zstd": "tools.bench.limits.tar:ZstdLimit",

@@ -17,18 +17,21 @@ if TYPE_CHECKING:
 
 
 class ShardstreamReader(Reader):
-    """Options of a case: ``form`` ("parquet"), ``loader`` ("none", "torch" or "streaming"), ``fields``, and keywords.
+    """What a case's options may hold.
 
-    ``fields`` leaves a tar's values as the list of bytes that the library delivers; without it they are joined into the
-    contract's flat tensor. ``dataset`` and ``loader_options`` are passed on as keywords.
+    ``form`` ("parquet"), ``manifest`` (another one, below the data's folder), ``loader`` ("none", "torch" or
+    "streaming"), ``resume_at`` (a share of the epoch), ``fields`` (leave a tar's values as the list of bytes that the
+    library delivers, instead of joining them into the contract's flat tensor); ``dataset``, ``reading`` and
+    ``loader_options`` are passed on as keywords.
     """
 
     package = "shardstream.torch"
+    lazy_packages = ("pyarrow.parquet", "fsspec", "tenacity", "zstandard")
     repeats = True
 
-    def manifest(self, name: str, form: str) -> Path:
-        """Returns where the manifest of a form lies."""
-        return self.folders.data / name / f"{form}.manifest.parquet"
+    def manifest(self, name: str) -> Path:
+        """Returns where a manifest lies, such as that of "T/parquet"."""
+        return self.folders.data / f"{name}.manifest.parquet"
 
     def dataset(self, case: Case) -> StreamingDataset:
         """Returns the dataset of a case."""
@@ -37,15 +40,20 @@ class ShardstreamReader(Reader):
 
         form = case.options.get("form", "parquet")
         load = workload(case.workload)
-        return StreamingDataset(
-            self.manifest(case.workload, form),
+        dataset = StreamingDataset(
+            self.manifest(case.options.get("manifest", f"{case.workload}/{form}")),
             batch_size=case.batch_size,
             seed=7,
             columns=["id", load.column] if form == "parquet" else [load.suffix],
             topology=Topology(case.rank, case.world_size),
-            reading=Reading(num_threads=case.num_threads, **case.options.get("reading", {})),
+            reading=Reading(num_threads=case.num_threads or None, **case.options.get("reading", {})),
             **case.options.get("dataset", {}),
         )
+        if "resume_at" in case.options:
+            plan = dataset.plan
+            num_windows = int(plan.num_positions * case.options["resume_at"]) // plan.global_batch
+            dataset.load_state_dict(plan.cursor(0, num_windows * plan.global_batch))
+        return dataset
 
     def open(self, case: Case) -> Iterable[Contract]:
         """Returns the rank's batches under the contract."""

@@ -5,6 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tools.bench.case import Case
+from tools.bench.suites.growth import orders, scale
+from tools.bench.suites.loop import denominators, store
+from tools.bench.suites.memory import memory, memory_large
+from tools.bench.suites.start import first_batch
 from tools.bench.suites.throughput import throughput
 
-SUITES: dict[str, Callable[[], list[Case]]] = {"throughput": throughput}
+SUITES: dict[str, Callable[[], list[Case]]] = {
+    "throughput": throughput,
+    "first-batch": first_batch,
+    "memory": memory,
+    "memory-large": memory_large,
+    "store": store,
+    "denominators": denominators,
+    "scale": scale,
+    "orders": orders,
+}
+EVERYDAY = ("throughput", "first-batch", "memory", "store", "denominators")
+GROWTH = ("scale", "orders")

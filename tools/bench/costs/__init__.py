@@ -1,0 +1,1 @@
+"""Subjects that measure something other than a stream of batches."""

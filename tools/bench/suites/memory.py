@@ -1,0 +1,31 @@
+"""Memory of the process tree above the imports, at defaults."""
+
+from __future__ import annotations
+
+from tools.bench.case import Case
+from tools.bench.subjects import PEERS
+
+_ONE_LANE = {"lanes": 1}
+
+
+def memory() -> list[Case]:
+    """Returns the cases that need no large files."""
+    cases = [
+        Case("memory T", "shardstream", num_threads=0),
+        Case("memory T, a tenth", "shardstream", num_threads=0, options={"manifest": "T/parquet-tenth"}),
+        Case("memory T, 2 workers", "shardstream", num_workers=2, num_threads=0, options={"loader": "streaming"}),
+        Case("memory I, tar", "shardstream", "I", num_threads=0, options={"form": "tar"}),
+    ]
+    for peer in PEERS:
+        cases += [Case(f"memory T, {peer}", peer), Case(f"memory T, {peer}, 2 workers", peer, num_workers=2)]
+    return cases
+
+
+def memory_large() -> list[Case]:
+    """Returns the cases of large blocks, which ``prepare --large`` writes."""
+    group = {"manifest": "large/big-group", "dataset": _ONE_LANE}
+    frame = {"manifest": "large/big-frame", "form": "tar.zst", "dataset": _ONE_LANE}
+    return [
+        Case("memory, one row group of 10^6 rows", "shardstream", num_threads=0, options=group),
+        Case("memory, one zstd frame of 2 GB", "shardstream", "I", num_threads=0, options=frame),
+    ]
