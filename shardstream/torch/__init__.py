@@ -6,6 +6,8 @@ from shardstream.torch.batch import Batch, Ragged
 from shardstream.torch.collate import pad_tokens
 from shardstream.torch.dataset import StreamingDataset
 from shardstream.torch.decode import decode
+from shardstream.torch.evaluation import Evaluation
+from shardstream.torch.evaluation_report import EvaluationReport
 from shardstream.torch.loader import StreamingLoader
 from shardstream.torch.rendezvous import init_process_group
 from shardstream.torch.topology import Topology, resolve_topology
@@ -16,6 +18,8 @@ from shardstream.torch.windows import windows
 
 __all__ = [
     "Batch",
+    "Evaluation",
+    "EvaluationReport",
     "Ragged",
     "StreamingDataset",
     "StreamingLoader",

@@ -218,7 +218,9 @@ def _own_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Any:
             list(ranks),
             timeout=timedelta(seconds=timeout_s),
             backend=backend,
-            use_local_synchronization=True,  # the ranks of other pipelines or replicas need not come
+            # The ranks of other pipelines or replicas need not come. Where all come it must be off: it names the group
+            # by how many groups a rank is in, and ranks that are not in equally many would never meet.
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
             group_desc="shardstream counts",
         )
     return groups[key]
