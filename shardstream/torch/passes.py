@@ -113,7 +113,7 @@ class Pass(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's state: where the pass began, and the worker's own next micro-batch."""
-        _, plan, origin = self._begin()
+        source, plan, origin = self._begin()
         return {
             "origin": origin.state_dict(),
             "num_workers": self._worker.num_workers,
@@ -122,6 +122,7 @@ class Pass(Iterator[Batch]):
             "accumulate": plan.accumulate,
             "world_size": plan.world_size,
             "num_positions": plan.num_positions,
+            "num_micro_batches": _num_micro_batches(source.rank, plan, origin),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -168,6 +169,15 @@ def _read(begun: _Begun, worker: _Worker, first_index: int) -> Generator[Batch, 
         yield from map(make, fetched)
     finally:
         fetched.close()
+
+
+def _num_micro_batches(rank: int, plan: Plan, origin: Cursor) -> int | None:
+    """Micro-batches to the end of the epoch; None if the epoch goes on for others when this rank is through."""
+    if plan.tail == "continue":
+        return None
+    deal = plan.epoch(origin.epoch, origin.position).deal
+    num_micro_batches = deal.num_micro_batches(rank)
+    return num_micro_batches if -(-num_micro_batches // plan.accumulate) == deal.num_windows else None
 
 
 def _check_home(start: SharedStart) -> None:
