@@ -12,6 +12,7 @@ import json
 import random
 import secrets
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script:
 
 from tools.training.config import ConfigError, load_config
 from tools.training.launch import ROOT, LaunchError, Torchrun, call
-from tools.training.metrics import plot_losses, read_metrics
+from tools.training.metrics import newest_step, plot_losses, read_metrics
 
 CONFIG = ROOT / "configs" / "demo.yaml"
 
@@ -122,7 +123,7 @@ class Demo:
             first = torchrun.wait_for()
             self.say("train", f"2 processes; step 1, loss {first['loss']:.2f}")
             torchrun.wait_for(step=mishaps.kill_step)
-            torchrun.kill_rank(mishaps.kill_rank)
+            torchrun.send(signal.SIGKILL, mishaps.kill_rank)
             last = torchrun.metrics()[-1]
             self.say("kill", f"rank {mishaps.kill_rank} with SIGKILL, after step {last['step']}")
             again = torchrun.wait_for(attempt=1)
@@ -131,8 +132,10 @@ class Demo:
             )
             torchrun.wait_for(step=mishaps.stop_step, attempt=1)
             torchrun.stop()
-        last = read_metrics(self.run)[-1]
-        self.say("stop", f"with SIGTERM; saved after step {last['step']}, loss {last['loss']:.2f}")
+        last, saved_step = read_metrics(self.run)[-1], newest_step(self.run)
+        if saved_step != last["step"]:
+            raise LaunchError(f"the run stopped after step {last['step']} and saved step {saved_step}")
+        self.say("stop", f"with SIGTERM; saved after step {saved_step}, loss {last['loss']:.2f}")
         with Torchrun(CONFIG, self.run, 3, settings=self.settings) as torchrun:
             again = torchrun.wait_for()
             self.say("resize", f"3 processes go on with step {again['step']}")

@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script:
 
 from shardstream.consumed import ConsumedLog
 from shardstream.errors import PlanError, ShardStreamError
-from shardstream.torch import init_process_group
+from shardstream.torch import Window, init_process_group, verify_ranks, windows
 from shardstream.torch.topology import topology_from_environ
-from shardstream.torch.windows import Window, windows
 from tools.training.config import Config, ConfigError, load_config
 from tools.training.job import Job
 
@@ -108,10 +107,17 @@ def train_window(job: Job, window: Window) -> torch.Tensor:
 
 
 def log_window(consumed: ConsumedLog, epoch: int, window: Window) -> None:
-    """Logs which documents this rank has just been trained on."""
+    """Logs which documents this rank has just been trained on, and how many targets they hold."""
     is_padding = torch.cat([batch.is_padding for batch in window.batches])
     ids = torch.cat([batch.sample_ids for batch in window.batches])[~is_padding]
-    consumed.window(epoch=epoch, position=window.position, ids=ids.numpy(), num_padding=int(is_padding.sum()))
+    own_targets = sum(int(batch.valid_tokens["lm"].sum()) for batch in window.batches)
+    consumed.window(
+        epoch=epoch,
+        position=window.position,
+        ids=ids.numpy(),
+        num_padding=int(is_padding.sum()),
+        targets={"lm": (window.targets["lm"], own_targets)},
+    )
 
 
 def timed(windows: Iterable[Window]) -> Iterator[tuple[float, Window]]:
@@ -132,6 +138,7 @@ def run_rank(config: Config, stop: Stop) -> None:
     (pids / f"rank-{topology.rank}").write_text(str(os.getpid()))
     job = Job.start(config, topology)
     resumed = job.resume()
+    verify_ranks(job.loader, timeout_s=config.timeout_s)
     if topology.rank == 0:
         how = f"resumes at step {job.step}, epoch {job.cursor.epoch}" if resumed else "begins"
         print(f"{config.run}: attempt {job.attempt} on {topology.world_size} ranks {how}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,11 @@ class TextToTokens:
         """Returns the sample with ``tokens``, ``uint8[num_bytes]``, alone."""
         text = sample[self.column]
         return {"tokens": np.frombuffer(bytearray(text.encode() if isinstance(text, str) else text), np.uint8)}
+
+
+def _outlive_sigterm(_worker: int) -> None:
+    """Lets a worker live on when torchrun or a scheduler sends SIGTERM to all processes: its rank still needs it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def open_dataset(config: Config, topology: Topology) -> StreamingDataset:
@@ -130,7 +136,16 @@ class Job:
         if has_cuda:
             torch.cuda.set_device(device)
         dataset = open_dataset(config, topology)
-        loader = StreamingLoader(dataset, num_workers=config.data.num_workers, pin_memory=has_cuda)
+        # A DataLoader draws a number whenever it begins to iterate, and a resumed run begins once more: were it drawn
+        # from the generator that dropout uses, no resumed run would equal an undisturbed one.
+        own_generator = torch.Generator().manual_seed(config.seed)
+        loader = StreamingLoader(
+            dataset,
+            num_workers=config.data.num_workers,
+            pin_memory=has_cuda,
+            generator=own_generator,
+            worker_init_fn=_outlive_sigterm,
+        )
         torch.manual_seed(config.seed)  # the same weights on every rank
         dtype = torch.float64 if config.precision == "float64" else torch.float32
         model = DistributedDataParallel(Transformer(config.model).to(device, dtype))

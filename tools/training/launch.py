@@ -127,9 +127,9 @@ class Torchrun:
 
         return self._watch(reached, idle_s)
 
-    def kill_rank(self, rank: int) -> None:
-        """Kills the process of a rank as a crash would: SIGKILL."""
-        os.kill(int((self.run / "pids" / f"rank-{rank}").read_text()), signal.SIGKILL)
+    def send(self, number: signal.Signals, rank: int) -> None:
+        """Sends a signal to the process of one rank: SIGKILL is a crash."""
+        os.kill(int((self.run / "pids" / f"rank-{rank}").read_text()), number)
 
     def stop(self, idle_s: float = 60.0) -> None:
         """Asks the run to save and stop (SIGTERM to torchrun, which hands it on), and waits until it has.

@@ -1,4 +1,4 @@
-"""The metrics of a run: one JSON line a step, over all its attempts."""
+"""What a run tells of itself while it lives: its metrics, one JSON line a step, and how far it is saved."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ def read_metrics(run: Path) -> list[Metrics]:
     path = run / "metrics.jsonl"
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     return [parsed for line in lines if (parsed := _parsed(line)) is not None]
+
+
+def newest_step(run: Path) -> int:
+    """Returns the step of a run's newest checkpoint, 0 if there is none, without reading it."""
+    return max((int(path.stem.rpartition("-")[2]) for path in (run / "checkpoints").glob("step-*.pt")), default=0)
 
 
 def _parsed(line: str) -> Metrics | None:
