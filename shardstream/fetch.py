@@ -91,6 +91,23 @@ class Fetched(NamedTuple):
     rows: Rows
 
 
+class Gathered(NamedTuple):
+    """Some micro-batches that were read together, with the data of all."""
+
+    batches: list[PlannedBatch]
+    sample_ids: Int64Array
+    """int64[n], of all their rows."""
+    rows: Rows
+
+    def micro_batches(self) -> Iterator[Fetched]:
+        """Yields each micro-batch with its rows, as views."""
+        begin = 0
+        for batch in self.batches:
+            end = begin + len(batch.positions)
+            yield Fetched(batch, self.sample_ids[begin:end], slice_rows(self.rows, begin, end))
+            begin = end
+
+
 def fetch(
     plan: Plan,
     batches: Iterable[PlannedBatch],
@@ -99,8 +116,8 @@ def fetch(
     reading: Reading | None = None,
     stats: ReadStats | None = None,
     num_workers: int = 1,
-) -> Generator[Fetched, None, None]:
-    """Reads planned micro-batches, in order, ahead of the consumer.
+) -> Generator[Gathered, None, None]:
+    """Reads planned micro-batches, in order, ahead of the consumer, several at a time.
 
     Closing the generator (or dropping it) cancels what is under way and closes every file.
 
@@ -113,7 +130,7 @@ def fetch(
         num_workers: Among how many workers the rank's micro-batches are dealt.
 
     Yields:
-        Each micro-batch with its rows.
+        Gathers: the first holds one micro-batch, later ones more.
 
     Raises:
         ReadError: If storage failed, data cannot be decoded, or the deadline passed.
@@ -142,7 +159,7 @@ def fetch(
             runs.release(started.planned.keys)
             stats.num_samples += gathered.num_rows
             stats.num_bytes += gathered.num_bytes
-            yield from _cut(started.planned, gathered)
+            yield Gathered(started.planned.batches, started.planned.sample_ids, gathered)
     finally:
         # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
         # one of a pool must not wait for a pool.
@@ -191,14 +208,6 @@ def _start(planned: Planned, runs: _OpenRuns, pool: ThreadPoolExecutor) -> _Gath
         return planned.make([future.result()[0] for future in futures])
 
     return _Gather(planned, pool.submit(read))
-
-
-def _cut(planned: Planned, gathered: Rows) -> Iterator[Fetched]:
-    begin = 0
-    for batch in planned.batches:
-        end = begin + len(batch.positions)
-        yield Fetched(batch, planned.sample_ids[begin:end], slice_rows(gathered, begin, end))
-        begin = end
 
 
 def _too_late(manifest: Manifest, started: _Gather, timeout_s: float) -> ReadError:

@@ -199,12 +199,15 @@ class Plan:
         """
         if self.tail == "continue":
             grid_start = position % self.global_batch
+        return self._first_cursor.at(epoch, position, grid_start)
+
+    @cached_property
+    def _first_cursor(self) -> Cursor:
         return Cursor(
             fingerprint=self.manifest.fingerprint,
             seed=self.seed,
-            epoch=epoch,
-            position=position,
-            grid_start=grid_start,
+            epoch=0,
+            position=0,
             global_batch=self.global_batch,
             shuffle=self.shuffle,
             lanes=self.lanes,

@@ -34,9 +34,19 @@ def open_files(folder):
     return [file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
 
 
+def one_by_one(gathers):
+    """The micro-batches of gathers; closing it closes the reading."""
+    try:
+        for gathered in gathers:
+            yield from gathered.micro_batches()
+    finally:
+        gathers.close()
+
+
 def fetched(plan, rank=0, *, start=None, columns=None, worker=0, num_workers=1, most=None, **options):
     planned = plan.micro_batches(rank, start or plan.cursor(), worker=worker, num_workers=num_workers)
-    return fetch(plan, islice(planned, most), layout=RowsLayout(plan, columns), num_workers=num_workers, **options)
+    layout = RowsLayout(plan, columns)
+    return one_by_one(fetch(plan, islice(planned, most), layout=layout, num_workers=num_workers, **options))
 
 
 def python_rows(rows: Rows):
@@ -92,7 +102,7 @@ def test_fetch_equals_a_naive_reader(tmp_path_factory, layout, split, order, tai
         for worker in range(num_workers):
             planned = plan.micro_batches(rank, start, worker=worker, num_workers=num_workers)
             batches = list(islice(planned, 30))
-            seen = list(fetch(plan, iter(batches), reading=reading, num_workers=num_workers))
+            seen = list(one_by_one(fetch(plan, iter(batches), reading=reading, num_workers=num_workers)))
             assert [f.batch.batch_index for f in seen] == [batch.batch_index for batch in batches]
             for batch, got in zip(batches, seen, strict=True):
                 ahead, local = np.divmod(batch.positions, plan.num_positions)
@@ -304,7 +314,8 @@ def test_runs_that_are_no_longer_needed_are_let_go(tmp_path):
             held.append(weakref.ref(rows))
             return super().prepared(key, rows)
 
-    batches = fetch(plan, plan.micro_batches(0, plan.cursor()), layout=Watched(plan), reading=Reading(gather_rows=20))
+    planned, reading = plan.micro_batches(0, plan.cursor()), Reading(gather_rows=20)
+    batches = one_by_one(fetch(plan, planned, layout=Watched(plan), reading=reading))
     most = max(sum(ref() is not None for ref in held) for _ in batches)
     assert len(held) == 60
     assert most <= 12

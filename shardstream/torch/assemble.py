@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from shardstream.columns import Rows
 from shardstream.errors import DecodeError, PlanError, ShardStreamError
 from shardstream.fetch import Fetched
 from shardstream.manifest import Manifest
@@ -61,6 +62,21 @@ class Assembly:
                 near = difflib.get_close_matches(name, known, 1)
                 way_out = f"did you mean {near[0]!r}?" if near else None
                 raise PlanError(f"there is no column {name!r}", expected=" or ".join(known), hint=way_out)
+
+    @property
+    def is_per_batch(self) -> bool:
+        """Whether code of the user's must see each batch by itself."""
+        counts = any(not isinstance(target, str) for target in self.targets.values())
+        return self.transform is not None or self.collate is not None or counts
+
+    def whole(self, rows: Rows, is_padding: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns what ``columns`` does for the rows of several batches at once, where no code of the user's is called.
+
+        Raises:
+            DecodeError: If a column cannot be a tensor.
+        """
+        columns: dict[str, Any] = dict(columns_to_torch(rows))
+        return columns, self._count_targets(columns, is_padding)
 
     def columns(self, fetched: Fetched, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the columns of a batch, and for each head its valid targets: int64[b], 0 in padding rows.

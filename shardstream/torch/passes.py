@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from shardstream.cursor import Cursor
-from shardstream.errors import CursorError, TopologyError
-from shardstream.fetch import Fetched, Reading, ReadStats, fetch
+from shardstream.errors import CursorError, DecodeError, TopologyError
+from shardstream.fetch import Fetched, Gathered, Reading, ReadStats, fetch
 from shardstream.layout import Layout, RowsLayout
 from shardstream.packed_layout import PackedLayout
-from shardstream.plan import Plan
+from shardstream.plan import Plan, PlannedBatch
 from shardstream.torch.assemble import Assembly
-from shardstream.torch.batch import Batch, Place
-from shardstream.torch.start import SharedStart
+from shardstream.torch.batch import Batch
+from shardstream.torch.bundle import Bundle, Mark, place_of
+from shardstream.torch.start import PassId, SharedStart
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +51,18 @@ class _Begun(NamedTuple):
     origin: Cursor
 
 
-class _Worker(NamedTuple):
+class Worker(NamedTuple):
+    """Who reads a pass."""
+
     worker_index: int
     num_workers: int
-    is_main: bool
+    """1 if the main process reads by itself."""
+    pass_id: PassId = PassId()
+
+    @property
+    def is_main(self) -> bool:
+        """Whether it is the main process."""
+        return self.pass_id.pool == 0
 
 
 class Pass(Iterator[Batch]):
@@ -61,15 +70,13 @@ class Pass(Iterator[Batch]):
 
     Args:
         source: Returns what is valid when the pass begins.
-        worker: Index of the worker.
-        num_workers: Number of workers; 1 if the main process reads by itself.
-        is_main: Whether this is the main process.
+        worker: Who reads it.
     """
 
-    def __init__(self, source: Callable[[], Source], worker: int, num_workers: int, *, is_main: bool) -> None:
-        self._source, self._worker = source, _Worker(worker, num_workers, is_main)
+    def __init__(self, source: Callable[[], Source], worker: Worker) -> None:
+        self._source, self._worker = source, worker
         self._begun: _Begun | None = None
-        self._next_index = worker
+        self._next_index = worker.worker_index
         self._batches: Generator[Batch, None, None] | None = None
         self._error: Exception | None = None
 
@@ -106,7 +113,9 @@ class Pass(Iterator[Batch]):
             source = self._source()
             if not self._worker.is_main:
                 _check_home(source.start)
-            self._begun = _Begun(source, source.plan, source.plan.cursor(*source.start.read()[:3]))
+            start = source.start.read(self._worker.pass_id)
+            plan = replace(source.plan, lanes=start.lanes) if start.lanes else source.plan
+            self._begun = _Begun(source, plan, plan.cursor(*start[:3]))
         return self._begun
 
     # A StatefulDataLoader keeps one state a worker: filled before the first batch, exact for the same P, W and b.
@@ -150,7 +159,7 @@ class Pass(Iterator[Batch]):
         self._begun, self._next_index, self._batches = _Begun(source, plan, origin), int(state["next_index"]), None
 
 
-def _read(begun: _Begun, worker: _Worker, first_index: int) -> Generator[Batch, None, None]:
+def _read(begun: _Begun, worker: Worker, first_index: int) -> Generator[Batch, None, None]:
     # Not a method: a generator that refers to its pass would be closed not when a loop is left, but some time later, by
     # the garbage collector.
     source, plan, origin = begun
@@ -160,13 +169,14 @@ def _read(begun: _Begun, worker: _Worker, first_index: int) -> Generator[Batch, 
     reading = source.reading
     if not worker.is_main and reading.num_threads is None:
         reading = replace(reading, num_threads=1)  # workers are the parallelism there
-    make = _BatchMaker(plan, origin, source)
+    make = _BatchMaker(begun, worker.pass_id)
     layout: Layout = RowsLayout(plan, source.columns)
     if plan.packed is not None:
         layout = PackedLayout(plan, source.assembly.ignore_index, source.columns)
     fetched = fetch(plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=worker.num_workers)
     try:
-        yield from map(make, fetched)
+        for gathered in fetched:
+            yield from make.batches(gathered)
     finally:
         fetched.close()
 
@@ -193,29 +203,57 @@ def _check_home(start: SharedStart) -> None:
 
 
 class _BatchMaker:
-    """Turns fetched rows into batches."""
+    """Turns gathers into batches."""
 
-    def __init__(self, plan: Plan, origin: Cursor, source: Source) -> None:
-        self._plan, self._assembly, self._token = plan, source.assembly, source.start.token
-        self._pass_start = (origin.epoch, origin.position, origin.grid_start, plan.lanes)
+    def __init__(self, begun: _Begun, pass_id: PassId) -> None:
+        source, self._plan, origin = begun
+        self._assembly, self._token = source.assembly, source.start.token
+        self._pass_start = (origin.epoch, origin.position, origin.grid_start, self._plan.lanes, *pass_id)
 
-    def __call__(self, fetched: Fetched) -> Batch:
-        planned, plan = fetched.batch, self._plan
-        cursor = plan.cursor_after(planned, self._pass_start[2])
-        columns, valid_tokens = self._assembly.columns(fetched, plan.manifest)
+    def bundle(self, gathered: Gathered) -> Bundle | None:
+        """Makes the batches of a gather together; None if they must be made one by one."""
+        if self._assembly.is_per_batch:
+            return None
+        is_padding = torch.from_numpy(np.concatenate([batch.is_padding for batch in gathered.batches]))
+        try:
+            columns, valid_tokens = self._assembly.whole(gathered.rows, is_padding)
+        except DecodeError:
+            return None  # it is of one of the batches: those before it must come through
+        return Bundle(
+            columns=columns,
+            sample_ids=torch.from_numpy(gathered.sample_ids),
+            is_padding=is_padding,
+            valid_tokens=valid_tokens,
+            marks=[self._mark(batch) for batch in gathered.batches],
+            identity=self._plan.cursor(),
+            pass_start=self._pass_start,
+            origin_token=self._token,
+        )
+
+    def batches(self, gathered: Gathered) -> Iterator[Batch]:
+        """Yields the batches of a gather."""
+        bundle = self.bundle(gathered)
+        return map(self._batch, gathered.micro_batches()) if bundle is None else bundle.batches()
+
+    def _batch(self, fetched: Fetched) -> Batch:
+        columns, valid_tokens = self._assembly.columns(fetched, self._plan.manifest)
         return Batch(
             columns,
             sample_ids=torch.from_numpy(fetched.sample_ids),
-            is_padding=torch.from_numpy(np.array(planned.is_padding)),
+            is_padding=torch.from_numpy(np.array(fetched.batch.is_padding)),
             valid_tokens=valid_tokens,
-            place=Place(
-                position=planned.position,
-                cursor=cursor,
-                window_index=planned.window,
-                micro_index=planned.micro,
-                is_last_in_window=planned.is_last_in_window,
-                is_last_in_pass=planned.is_last_in_epoch and plan.tail != "continue",
-                pass_start=self._pass_start,
-            ),
+            place=place_of(self._mark(fetched.batch), self._plan.cursor(), self._pass_start),
             origin_token=self._token,
+        )
+
+    def _mark(self, planned: PlannedBatch) -> Mark:
+        cursor = self._plan.cursor_after(planned, self._pass_start[2])
+        return Mark(
+            num_rows=len(planned.positions),
+            position=planned.position,
+            window=planned.window,
+            micro=planned.micro,
+            is_last_in_window=planned.is_last_in_window,
+            is_last_in_pass=planned.is_last_in_epoch and self._plan.tail != "continue",
+            cursor=(cursor.epoch, cursor.position, cursor.grid_start),
         )

@@ -1,11 +1,14 @@
 """Where the next pass of a dataset begins, and how the main process notices how far the consumer came.
 
-A *start* is four int64 words in shared memory (epoch, position, start of the window grid, lanes), written by the main
-process only, read by workers when they begin to iterate. No lock is needed: while workers read the words, the main
-process waits for their first batch.
-
-A plain DataLoader tells nobody how far its consumer came, so a batch counts as consumed when the main process first
+A *start* is four int64 words (epoch, position, start of the window grid, lanes), written by the main process only. A
+plain DataLoader tells nobody how far its consumer came, so a batch counts as consumed when the main process first
 touches its data: the pass's last batch then moves the start to the next epoch, any other one to where the pass began.
+
+Every worker of a pass must begin at the same start, also one that is late: it may begin when the pass's last batch has
+been consumed already (a worker without a batch of its own, or a last batch that nobody touches). So a worker's first
+pass begins at the start that was valid when its process was made. Later passes (persistent workers) read it from shared
+memory, where the start before the last move is kept too, with the pass whose end moved it. No lock is needed: nothing
+is written between the request for a pass and its first batches.
 """
 
 from __future__ import annotations
@@ -13,12 +16,31 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardstream.torch.batch import Batch, Place, register_receiver
+
+
+class PassId(NamedTuple):
+    """Which pass a worker is at."""
+
+    pool: int = 0
+    """The same for all workers of a DataLoader's iterator; 0 in the main process."""
+    number: int = 0
+    """How many passes this pool began before."""
+
+
+class Start(NamedTuple):
+    """Where a pass begins."""
+
+    epoch: int = 0
+    position: int = 0
+    grid_start: int = 0
+    lanes: int = 0
+    """0 as long as no cursor has pinned them."""
 
 
 class SharedStart:
@@ -27,7 +49,7 @@ class SharedStart:
     A copy (``deepcopy``, plain pickle) goes its own way; only what a DataLoader sends to its workers stays shared.
 
     Args:
-        words: int64[4]: epoch, position, start of the window grid, lanes (0 as long as no cursor has pinned them).
+        start: The start.
 
     Attributes:
         home_pid: The process whose loaders read from here.
@@ -35,22 +57,42 @@ class SharedStart:
         token: Carried by batches, so that they find their way back here (see ``register_receiver``).
     """
 
-    def __init__(self, words: tuple[int, int, int, int] = (0, 0, 0, 0)) -> None:
-        self._words: Tensor = torch.tensor(words, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    def __init__(self, start: Start = Start()) -> None:  # noqa: B008 - frozen
+        # The start, the one before it, and the pass whose end made the difference.
+        words = torch.tensor([*start, *start, *PassId()], dtype=torch.int64)
+        self._words: Tensor = words.share_memory_()  # type: ignore[no-untyped-call]
+        self._first = start  # in a worker: the start when its process was made
         self.home_pid, self.token = os.getpid(), register_receiver(self)
         self.num_seeks = 0
         self._is_touched = False  # whether a batch of the pass under way was touched
         self._is_held = False
+        self._begun = PassId()
 
-    def read(self) -> tuple[int, int, int, int]:
-        """Returns epoch, position, start of the window grid, and lanes."""
-        epoch, position, grid_start, lanes = self._words.tolist()
-        return epoch, position, grid_start, lanes
+    def read(self, begun: PassId = PassId()) -> Start:  # noqa: B008 - frozen
+        """Returns the start: of a worker's pass, or as it is now."""
+        if begun.pool and begun.number == 0:
+            return self._first
+        words = self._words.tolist()
+        while words != (again := self._words.tolist()):  # not while it is written
+            words = again
+        ended = PassId(*words[8:])
+        is_late = begun.pool and ended.pool == begun.pool and ended.number >= begun.number
+        return Start(*words[4:8]) if is_late else Start(*words[:4])
+
+    def begin(self, pool: int) -> PassId:
+        """Returns the pass that a worker begins; its workers count alike."""
+        number = self._begun.number + 1 if self._begun.pool == pool else 0
+        self._begun = PassId(pool, number)
+        return self._begun
 
     def write(self, epoch: int, position: int = 0, grid_start: int = 0, lanes: int | None = None) -> None:
         """Lets the next pass begin there. In the main process only."""
-        kept = self.read()[3] if lanes is None else lanes
-        self._words.copy_(torch.tensor([epoch, position, grid_start, kept]))
+        now = self.read()
+        self._write(Start(epoch, position, grid_start, now.lanes if lanes is None else lanes), now, PassId())
+
+    def _write(self, start: Start, before: Start, ended: PassId) -> None:
+        self._first = start
+        self._words.copy_(torch.tensor([*start, *before, *ended]))
 
     def seek(self, epoch: int, position: int = 0, grid_start: int = 0, lanes: int | None = None) -> None:
         """Does what ``write`` does, on somebody's word: batches that arrived before no longer move the start."""
@@ -92,17 +134,17 @@ class SharedStart:
             self._move(place)
 
     def _move(self, place: Place) -> None:
-        epoch, _, _, lanes = place.pass_start
+        began, pass_id = Start(*place.pass_start[:4]), PassId(*place.pass_start[4:])
         if place.is_last_in_pass:
-            self.write(max(place.cursor.epoch, epoch + 1), lanes=lanes)
+            following = began._replace(epoch=max(place.cursor.epoch, began.epoch + 1), position=0, grid_start=0)
+            self._write(following, began, pass_id)
         else:
-            self.write(*place.pass_start)
+            self._write(began, began, PassId())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"words": self._words, "home_pid": self.home_pid, "token": self.token}
+        return {"words": self._words, "start": tuple(self.read()), "home_pid": self.home_pid, "token": self.token}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        words: Tensor = state["words"]
-        self.__init__(tuple(words.tolist()))  # type: ignore[misc]
-        if words.is_shared():  # type: ignore[no-untyped-call]  # a DataLoader worker's view
-            self._words, self.home_pid, self.token = words, state["home_pid"], state["token"]
+        self.__init__(Start(*state["start"]))  # type: ignore[misc]
+        if state["words"].is_shared():  # a DataLoader worker's view
+            self._words, self.home_pid, self.token = state["words"], state["home_pid"], state["token"]
