@@ -9,9 +9,10 @@ import click
 from tools.bench.case import REPOSITORY, Case, Folders
 from tools.bench.preparing import prepare_data, prepare_large, prepare_many, prepare_peers, prepare_store
 from tools.bench.profiling import profile
+from tools.bench.report import write_report
 from tools.bench.runs import run_suite
 from tools.bench.subjects import PEERS
-from tools.bench.suites import SUITES
+from tools.bench.suites import EVERYDAY, GROWTH, SUITES
 
 
 @click.group(context_settings={"show_default": True})
@@ -69,6 +70,26 @@ def _add_suite(name: str) -> None:
 
 for _name in SUITES:
     _add_suite(_name)
+
+
+@main.command("all")
+@click.option("--repetitions", default=5)
+@click.option("--growth", is_flag=True, help="The suites of `make bench-scale` instead.")
+@click.option("--large", is_flag=True, help="Also the memory suite's large blocks.")
+@click.pass_obj
+def run_all(folders: Folders, repetitions: int, growth: bool, large: bool) -> None:  # noqa: FBT001 - flags
+    """Run every suite, then the report."""
+    for name in (*(GROWTH if growth else EVERYDAY), *["memory-large"] * large):
+        click.echo(f"== {name}")
+        run_suite(name, SUITES[name](), repetitions, folders, click.echo)
+    write_report(folders, click.echo)
+
+
+@main.command()
+@click.pass_obj
+def report(folders: Folders) -> None:
+    """Write the table, the JSON and the plots of what was measured so far."""
+    write_report(folders, click.echo)
 
 
 if __name__ == "__main__":

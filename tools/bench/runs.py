@@ -92,7 +92,7 @@ def run_suite(
 
     A case that is skipped or fails is not tried again.
     """
-    folders.results.mkdir(parents=True, exist_ok=True)
+    save_results(folders, suite, [])
     done: list[Measured] = []
     hopeless: set[str] = set()
     for repetition, case in interleaved(cases, num_repetitions):
@@ -108,7 +108,7 @@ def run_suite(
         say(f"{repetition + 1}/{num_repetitions} {case.name}: {_shown(measured)} [{time.perf_counter() - began:.1f} s]")
         if "trace" in outcome:
             say(outcome["trace"])
-    save_results(folders, suite, done)
+        save_results(folders, suite, done)  # after each, so that an interrupted run is not lost
     return done
 
 
@@ -123,6 +123,7 @@ _SHOWN = frozenset({"samples_per_s", "first_batch_s", "above_imports_mb", "prepa
 
 def save_results(folders: Folders, suite: str, done: Sequence[Measured]) -> None:
     """Writes a suite's results, one JSON line a process."""
+    folders.results.mkdir(parents=True, exist_ok=True)
     text = "".join(json.dumps(measured._asdict()) + "\n" for measured in done)
     (folders.results / f"{suite}.jsonl").write_text(text)
 

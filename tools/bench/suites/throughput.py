@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from tools.bench.case import Case
+from tools.bench.subjects import PEERS
 
 
 def throughput() -> list[Case]:
     """Returns all cases of the suite."""
-    return [*_parquet_text(), *_workers(), *_tars()]
+    return [*_parquet_text(), *_workers(), *_tars(), *_peers()]
+
+
+def _peers() -> list[Case]:
+    cases = [Case(f"{peer} {load}", peer, load) for load in "TI" for peer in PEERS]
+    return [*cases, *(Case(f"{peer} T, 2 workers", peer, num_workers=2) for peer in PEERS)]
 
 
 def _parquet_text() -> list[Case]:
