@@ -161,7 +161,7 @@ class Place:
         is_last_in_window: True for the window's last micro-batch, after which the optimizer steps.
         is_last_in_pass: True for the rank's last micro-batch of the pass.
         pass_start: Epoch, position, start of the window grid and lanes where the pass began: where a broken one begins
-            again.
+            again. And which pass it is (see ``PassId``).
     """
 
     position: int
@@ -170,7 +170,7 @@ class Place:
     micro_index: int
     is_last_in_window: bool
     is_last_in_pass: bool = False
-    pass_start: tuple[int, int, int, int] = (0, 0, 0, 0)
+    pass_start: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
 
 
 class Receiver(Protocol):

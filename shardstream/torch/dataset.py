@@ -21,7 +21,7 @@ from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.packed import constant_targets, packed_assembly, packing_of
-from shardstream.torch.passes import Pass, Source
+from shardstream.torch.passes import Pass, Source, Worker
 from shardstream.torch.start import SharedStart
 from shardstream.torch.topology import Topology, resolve_topology
 
@@ -138,7 +138,7 @@ class StreamingDataset(IterableDataset[Batch]):
         world_size = self.topology.world_size
         if self._plan is None:
             self._plan = Plan.make(self.manifest, world_size=world_size, **self._options)
-        lanes = self._start.read()[3]
+        lanes = self._start.read().lanes
         if lanes and lanes != self._plan.lanes:
             self._plan = replace(self._plan, lanes=lanes)
         return self._plan
@@ -266,8 +266,9 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
-        worker, num_workers = (0, 1) if info is None else (info.id, info.num_workers)
-        return Pass(self._source, worker, num_workers, is_main=info is None)
+        if info is None:
+            return Pass(self._source, Worker(0, 1))
+        return Pass(self._source, Worker(info.id, info.num_workers, self._start.begin(info.seed - info.id)))
 
     def _source(self) -> Source:
         plan = self.plan

@@ -102,7 +102,7 @@ def constant_targets(plan: Plan, assembly: Assembly, place: Place) -> dict[str, 
     is_plain = assembly.collate is None and set(assembly.targets.values()) <= {LABELS}
     if packed is None or not packed.packing.has_constant_targets or not is_plain:
         return None
-    first_epoch, first_position, _, _ = place.pass_start
+    first_epoch, first_position, *_ = place.pass_start
     begin = first_epoch * plan.num_positions + first_position + place.window_index * plan.global_batch
     epoch, position = divmod(begin, plan.num_positions)
     if position + plan.global_batch > plan.num_positions and plan.tail != "continue":

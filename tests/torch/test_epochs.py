@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from itertools import islice
 
 import pytest
+from torch.utils.data import get_worker_info
 
 from shardstream.errors import CursorError, PlanError
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology
-from tests.support.streams import joined, loader_of, uids
+from tests.support.streams import joined, loader_of, real_ids, uids
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -295,3 +297,39 @@ def test_continue_with_set_epoch_and_next(corpus):
     assert len(set(first)) == 60
     after = next(iter(loader))
     assert (after.position, after.cursor.epoch) == (0, 2)
+
+
+# ------------------------------------------------------------------------------------------------ late workers
+
+
+class WithALateWorker(StreamingDataset):
+    """Its second worker begins each pass long after the first one, as happens on a machine under load."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        if info is not None and info.id == 1:
+            time.sleep(0.5)
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("kind", ["plain", "streaming"])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_begins_late_begins_where_the_others_did(corpus, kind, persistent):
+    """Untouched passes of few batches: the last one arrives before the late worker has begun."""
+    dataset = WithALateWorker(corpus, batch_size=27, seed=3, topology=Topology(0, 1))
+    loader = loader_of(kind, dataset, 2, persistent=persistent)
+    for _ in range(3):
+        kept = list(loader)
+        assert len(kept) == 3
+        assert sorted(real_ids(kept)) == list(range(80))
+
+
+@pytest.mark.parametrize("kind", ["plain", "streaming"])
+def test_a_late_worker_without_a_batch_of_its_own_adds_none(corpus, epochs, kind):
+    """One batch is left: when it has been consumed the other worker may not have begun yet."""
+    dataset = WithALateWorker(corpus, batch_size=4, seed=3, topology=Topology(0, 1), columns=["uid"])
+    loader = loader_of(kind, dataset, 2, persistent=True)
+    for epoch in (0, 1, 3):
+        dataset.load_state_dict(dataset.plan.cursor(epoch, 76))
+        assert uids(loader) == epochs[epoch][19:]
+    assert uids(loader) == epochs[4]
