@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.columns import Column, Dense, Rows, Slices
+from shardstream.columns import Dense, Rows, Slices
+from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, PlanError
 from shardstream.layout import Planned, RunKey
 from shardstream.packed_run import PackedRun, packed_run
@@ -131,16 +132,21 @@ class PackedLayout:
         return order
 
     def _made(self, runs: Sequence[PackedRun], *, num_rows: int, pieces: _Places) -> Rows:
-        columns = sequences(runs, pieces, num_rows, self._packed.packing, self.ignore_index)
-        kept: dict[str, Column] = {name: columns[name] for name in self.wanted or COLUMNS}
-        return Rows(num_rows, kept, sum(int(columns[name].values.nbytes) for name in kept))
+        wanted = self.wanted or COLUMNS
+        columns = sequences(runs, pieces, num_rows, self._packed.packing, self.ignore_index, wanted)
+        return Rows(num_rows, {**columns}, sum(int(column.values.nbytes) for column in columns.values()))
 
 
 _Places = list[tuple[int, int, int, int]]  # row, run, first place in the run, behind the last one
 
 
 def sequences(
-    runs: Sequence[PackedRun], pieces: _Places, num_rows: int, packing: Packing, ignore_index: int
+    runs: Sequence[PackedRun],
+    pieces: _Places,
+    num_rows: int,
+    packing: Packing,
+    ignore_index: int,
+    wanted: Sequence[str] = COLUMNS,
 ) -> dict[str, Dense | Slices]:
     """Makes sequences of the pieces of runs.
 
@@ -150,6 +156,7 @@ def sequences(
         num_rows: How many sequences.
         packing: How.
         ignore_index: The label of what is no target.
+        wanted: Which columns, in this order.
 
     Returns:
         ``input_ids``, ``labels``, ``position_ids``: int64[num_rows, T]; ``document_ids``: int32[num_rows, T], counted
@@ -175,7 +182,8 @@ def sequences(
             labels[row, filled - 1 :] = ignore_index
             spans.end_row(row, filled)
             filled = 0
-    return {"input_ids": Dense(input_ids), "labels": Dense(labels), **spans.columns()}
+    made = {"input_ids": Dense(input_ids), "labels": Dense(labels), **spans.columns(wanted)}
+    return {name: made[name] for name in wanted}
 
 
 def _copy(
@@ -231,32 +239,60 @@ class _Spans:
             self._begins.append(np.array([row * self._length + filled]))
             self._has_padding[row] = True
 
-    def columns(self) -> dict[str, Dense | Slices]:
-        """Returns the columns that say where documents are."""
-        num_tokens = self._num_rows * self._length
-        begins = np.concatenate([*self._begins, np.array([num_tokens])])
-        sizes = np.diff(begins)
-        per_row = self._num_spans + self._has_padding
-        first = np.cumsum(per_row) - per_row
-        within = np.arange(len(sizes)) - np.repeat(first, per_row)
-        is_padding = np.zeros(len(sizes), np.bool_)
-        is_padding[(first + per_row - 1)[self._has_padding]] = True
-        numbers = np.where(is_padding, -1, within).astype(np.int32)
-        position_ids = np.arange(num_tokens) - np.repeat(begins[:-1], sizes)
-        # One more entry a row: the end of its last document is T.
-        bounds = np.empty(len(sizes) + self._num_rows, np.int32)
-        row_of_span = np.repeat(np.arange(self._num_rows), per_row)
-        bounds[np.arange(len(sizes)) + row_of_span] = begins[:-1] - row_of_span * self._length
-        bounds[np.cumsum(per_row + 1) - 1] = self._length
-        shape = (self._num_rows, self._length)
-        return {
-            "position_ids": Dense(position_ids.reshape(shape)),
-            "document_ids": Dense(np.repeat(numbers, sizes).reshape(shape)),
-            "cu_seqlens": _lists(bounds, per_row + 1),
-            "span_sample_ids": _lists(np.concatenate(self._ids), self._num_spans),
-            "span_starts": _lists(np.concatenate(self._offsets), self._num_spans),
-            "span_lengths": _lists(sizes[~is_padding], self._num_spans),
+    def columns(self, wanted: Sequence[str]) -> dict[str, Dense | Slices]:
+        """Returns those columns of ``wanted`` that say where documents are."""
+        makers: dict[str, Callable[[], Dense | Slices]] = {
+            "position_ids": self._position_ids,
+            "document_ids": self._document_ids,
+            "cu_seqlens": self._cu_seqlens,
+            "span_sample_ids": lambda: _lists(np.concatenate(self._ids), self._num_spans),
+            "span_starts": lambda: _lists(np.concatenate(self._offsets), self._num_spans),
+            "span_lengths": lambda: _lists(self._sizes[~self._is_padding], self._num_spans),
         }
+        return {name: makers[name]() for name in wanted if name in makers}
+
+    @cached_property
+    def _begin(self) -> Int64Array:
+        """int64[num_spans + 1], padding included; the last entry is the number of tokens."""
+        return np.concatenate([*self._begins, np.array([self._num_rows * self._length])])
+
+    @cached_property
+    def _sizes(self) -> Int64Array:
+        return np.diff(self._begin)
+
+    @cached_property
+    def _per_row(self) -> Int64Array:
+        return self._num_spans + self._has_padding
+
+    @cached_property
+    def _is_padding(self) -> BoolArray:
+        is_padding = np.zeros(len(self._sizes), np.bool_)
+        is_padding[(np.cumsum(self._per_row) - 1)[self._has_padding]] = True
+        return is_padding
+
+    def _position_ids(self) -> Dense:
+        """Counts up, and falls back to 0 at each document: summed in place, because memory is what this costs."""
+        steps = np.ones(self._num_rows * self._length, np.int64)
+        steps[self._begin[:1]] = 0
+        steps[self._begin[1:-1]] -= self._sizes[:-1]
+        np.cumsum(steps, out=steps)
+        return Dense(steps.reshape(self._num_rows, self._length))
+
+    def _document_ids(self) -> Dense:
+        numbers = np.arange(len(self._sizes)) - np.repeat(np.cumsum(self._per_row) - self._per_row, self._per_row)
+        numbers[self._is_padding] = -1
+        steps = np.zeros(self._num_rows * self._length, np.int32)
+        steps[self._begin[:-1]] = np.diff(numbers, prepend=0)
+        np.cumsum(steps, out=steps)
+        return Dense(steps.reshape(self._num_rows, self._length))
+
+    def _cu_seqlens(self) -> Slices:
+        """One more entry a row than spans: T, the end of the last."""
+        row_of_span = np.repeat(np.arange(self._num_rows), self._per_row)
+        bounds = np.empty(len(row_of_span) + self._num_rows, np.int32)
+        bounds[np.arange(len(row_of_span)) + row_of_span] = self._begin[:-1] - row_of_span * self._length
+        bounds[np.cumsum(self._per_row + 1) - 1] = self._length
+        return _lists(bounds, self._per_row + 1)
 
 
 def _lists(values: npt.NDArray[Any], lengths: Int64Array) -> Slices:
