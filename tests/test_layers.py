@@ -29,6 +29,7 @@ BELOW = {
     "packing": "order fitting manifest permutation",
     "fitting": "permutation",
     "plan": "order deal cursor batching packing",
+    "mixing": "manifest permutation",
     "deal": "order",
     "order": "manifest permutation",
     "cursor": "permutation",
@@ -49,7 +50,7 @@ LAZY_UPWARDS = {
 }
 PURE = (
     *("errors", "columns", "permutation", "manifest", "order", "deal", "cursor", "batching", "plan", "__init__"),
-    *("fitting", "packing", "packed_run"),
+    *("fitting", "packing", "packed_run", "mixing"),
 )
 HEAVY = frozenset({"torch", "pyarrow", "fsspec"})
 
