@@ -185,7 +185,7 @@ def _shown(path: Path) -> str:
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=ROOT / "build" / "demo")
 @click.option("--seed", type=int, help="Decides when which rank is killed.  [default: drawn, and printed]")
-@click.option("--num-documents", type=click.IntRange(min=200), default=1000, show_default=True)
+@click.option("--num-documents", type=click.IntRange(min=200), default=800, show_default=True)
 @click.option("--max-document-bytes", type=click.IntRange(min=1), default=1024, show_default=True)
 @click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Replaces an entry of configs/demo.yaml.")
 def main(out: Path, seed: int | None, num_documents: int, max_document_bytes: int, settings: tuple[str, ...]) -> None:
