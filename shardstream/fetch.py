@@ -140,13 +140,14 @@ def fetch(
     stats = stats if stats is not None else ReadStats()
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
+    gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)  # its own: decoding need not wait for copies
     runs = _OpenRuns(plan.manifest, layout, reading.storage_options, pool, stats)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
     is_late = False
     try:
         for planned in islice(waiting, reading.look_ahead):
-            ahead.append(_start(planned, runs, pool))
+            ahead.append(_start(planned, runs, gathering))
         while ahead:
             started = ahead.popleft()
             try:
@@ -155,7 +156,7 @@ def fetch(
                 is_late = True
                 raise _too_late(plan.manifest, started, reading.timeout_s) from None
             # The next gather takes its runs before this one gives back its own: what both need stays open.
-            ahead.extend(_start(planned, runs, pool) for planned in islice(waiting, 1))
+            ahead.extend(_start(planned, runs, gathering) for planned in islice(waiting, 1))
             runs.release(started.planned.keys)
             stats.num_samples += gathered.num_rows
             stats.num_bytes += gathered.num_bytes
@@ -164,7 +165,8 @@ def fetch(
         # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
         # one of a pool must not wait for a pool.
         is_reader = threading.current_thread().name.startswith(_THREAD_NAME)
-        pool.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
+        for threads in (pool, gathering):
+            threads.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
         runs.close()
 
 
@@ -200,14 +202,13 @@ def _gathers(
         size = min(2 * size, most)
 
 
-def _start(planned: Planned, runs: _OpenRuns, pool: ThreadPoolExecutor) -> _Gather:
+def _start(planned: Planned, runs: _OpenRuns, gathering: ThreadPoolExecutor) -> _Gather:
     futures = [runs.acquire(key) for key in planned.keys]
 
     def read() -> Rows:
-        # These tasks were submitted earlier, so some thread is at them or done: this wait always ends.
         return planned.make([future.result()[0] for future in futures])
 
-    return _Gather(planned, pool.submit(read))
+    return _Gather(planned, gathering.submit(read))
 
 
 def _too_late(manifest: Manifest, started: _Gather, timeout_s: float) -> ReadError:
