@@ -91,7 +91,7 @@ def _number(value: float) -> str:
         >>> _number(244_321), _number(0.01234)
         ('244k', '0.0123')
     """
-    return f"{value / 1000:,.3g}k" if value >= 10_000 else f"{value:,.3g}"  # noqa: PLR2004 - where k reads better
+    return f"{value / 1000:,.3g}k" if value >= 1000 else f"{value:,.3g}"  # noqa: PLR2004 - where k begins
 
 
 def _markdown(

@@ -206,9 +206,10 @@ def _loop() -> list[Target]:
 
 
 def _growth() -> list[Target]:
-    topic, most = "From 10^6 to 10^9 samples", NUM_SAMPLES[-1]
+    topic, most = "Planning, from 10^6 to 10^9 samples", NUM_SAMPLES[-1]
+    bound = Target(topic, "memory of the plan at 10^9, 1 rank", scale_name(most, 1), "growth_mb", at_most=100)
     metrics = ("plan_s", "first_micro_batch_s", "resume_s", "locate_s", "growth_mb")
-    return [
+    return [bound] + [
         Target(topic, f"{metric}, {n} ranks", scale_name(most, n), metric, (scale_name(10**6, n),))
         for n in NUM_RANKS
         for metric in metrics

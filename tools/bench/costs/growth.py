@@ -50,9 +50,9 @@ class Growth(Subject):
                 plan.locate(0, batch.positions)
 
             middle = num_samples // 2 // plan.global_batch * plan.global_batch
-            many = np.arange(min(_NUM_LOCATED, num_samples // 2)) + middle
             timed("first_micro_batch_s", lambda: first(0))
             timed("resume_s", lambda: first(middle))
-            timed("locate_s", lambda: plan.locate(0, many))
-            metrics["locate_s"] *= _NUM_LOCATED / len(many)
+        many = np.arange(min(_NUM_LOCATED, num_samples // 2)) + middle
+        timed("locate_s", lambda: plan.locate(0, many))
+        metrics["locate_s"] *= _NUM_LOCATED / len(many)
         return {**metrics, "seconds": metrics["plan_s"], "growth_mb": memory.growth_mb}
