@@ -248,13 +248,14 @@ class PackedOrder:
         return self.lane_cut.line_index(places)
 
     @cached_property
-    def _block_first_run(self) -> Int64Array:
+    def block_first_run(self) -> Int64Array:
+        """int64[num_blocks + 1]: index of each block's first run, runs numbered as in the manifest."""
         return np.concatenate((np.zeros(1, np.int64), np.cumsum(num_runs(self.manifest))))
 
     @cached_property
     def line_runs(self) -> npt.NDArray[np.int32]:
         """int32: the runs that hold anything, numbered as in the manifest, in the order in which the line has them."""
-        blocks, first = self.samples.line_blocks, self._block_first_run
+        blocks, first = self.samples.line_blocks, self.block_first_run
         sizes = np.diff(first)[blocks]
         begin = np.cumsum(sizes) - sizes
         runs = np.repeat(first[blocks] - begin, sizes) + np.arange(int(sizes.sum()))
@@ -268,12 +269,12 @@ class PackedOrder:
 
     def run_length(self, block: int, run: int) -> int:
         """Returns the tokens of a run, ends of documents included; in whole mode its sequences."""
-        return int(self.packed.run_lengths[self._block_first_run[block] + run])
+        return int(self.packed.run_lengths[self.block_first_run[block] + run])
 
     @cached_property
     def line_start(self) -> Int64Array:
         """int64[num_blocks + 1]: the first sequence that begins in each block of the line, or behind it."""
-        by_block = np.add.reduceat(self.packed.run_lengths, self._block_first_run[:-1])[self.samples.line_blocks]
+        by_block = np.add.reduceat(self.packed.run_lengths, self.block_first_run[:-1])[self.samples.line_blocks]
         start: Int64Array = np.concatenate((np.zeros(1, np.int64), np.cumsum(by_block)))
         if self.packed.packing.mode == "whole":
             return start
@@ -305,11 +306,11 @@ class PackedOrder:
         sequence = np.repeat(np.arange(len(begin)), sizes)
         slot = np.repeat(first - (np.cumsum(sizes) - sizes), sizes) + np.arange(len(sequence))
         runs = self.line_runs[slot].astype(np.int64)
-        block = np.searchsorted(self._block_first_run, runs, side="right") - 1
+        block = np.searchsorted(self.block_first_run, runs, side="right") - 1
         return Pieces(
             sequence,
             block,
-            runs - self._block_first_run[block],
+            runs - self.block_first_run[block],
             np.maximum(begin[sequence], start[slot]) - start[slot],
             np.minimum(end[sequence], start[slot + 1]) - start[slot],
         )

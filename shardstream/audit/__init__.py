@@ -17,6 +17,8 @@ from shardstream.audit.enumeration import check_by_enumeration
 from shardstream.audit.labels import Labels, read_labels
 from shardstream.audit.quality import ShuffleQuality, expected_classes, shuffle_quality, uniform_neighbours
 from shardstream.audit.report import AuditReport, EpochCounts, RankCounts
+from shardstream.audit.simulate import passes
+from shardstream.audit.tokens import PackingFigures, check_tokens, packing_figures
 from shardstream.audit.trace import TracedBatch, trace
 from shardstream.cursor import Cursor
 from shardstream.errors import PlanError
@@ -26,6 +28,7 @@ __all__ = [
     "AuditReport",
     "EpochCounts",
     "Labels",
+    "PackingFigures",
     "RankCounts",
     "ReadCost",
     "ShuffleQuality",
@@ -85,6 +88,10 @@ def audit(
     found = check(plan, first, epochs, readers)
     if labels is not None and not isinstance(labels, Labels):
         labels = Labels.from_array(labels, plan.num_positions)
+    if plan.packed is not None:
+        for faults, proof in map(check_tokens, passes(plan, first, epochs)):
+            found.violations.extend(faults)
+            found.proofs.append(proof)
     broken = bool(found.violations)  # figures of a broken plan mean nothing
     return AuditReport(
         settings=_settings(plan, num_workers, epochs, first),
@@ -94,6 +101,7 @@ def audit(
         ranks=tuple(found.ranks),
         reading=None if broken else with_advice(plan, num_workers, read_cost(plan, readers, first.epoch)),
         quality=None if broken else shuffle_quality(plan, first.epoch, labels),
+        packing=packing_figures(plan),
     )
 
 
@@ -108,5 +116,6 @@ def _settings(plan: Plan, num_workers: int, epochs: int, start: Cursor) -> dict[
         **{name: getattr(plan, name) for name in names},
         "num_workers": num_workers,
         "num_epochs": epochs,
+        "packing": None if plan.packed is None else plan.packed.packing.identity(),
         "start": {"epoch": start.epoch, "position": start.position},
     }

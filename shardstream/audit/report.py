@@ -7,6 +7,7 @@ from typing import Any
 
 from shardstream.audit.amplification import ReadCost
 from shardstream.audit.quality import ShuffleQuality
+from shardstream.audit.tokens import PackingFigures
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class AuditReport:
         ranks: Counts of each rank.
         reading: How often blocks are opened, and what would lower it; None if promises are broken.
         quality: How well the order mixes; None if promises are broken or nothing is read.
+        packing: What packing makes of the data; None if samples are not packed.
     """
 
     settings: dict[str, Any]
@@ -74,6 +76,7 @@ class AuditReport:
     ranks: tuple[RankCounts, ...]
     reading: ReadCost | None
     quality: ShuffleQuality | None
+    packing: PackingFigures | None = None
 
     @property
     def holds(self) -> bool:

@@ -53,6 +53,11 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="How many to look at.")
+@click.option(
+    "--sequence-length", type=click.IntRange(1), metavar="T", help="Samples are packed sequences of T tokens."
+)
+@click.option("--eos-id", type=click.IntRange(0), help="With --sequence-length: the token after each document.")
+@click.option("--whole", is_flag=True, help="With --sequence-length: documents are not cut.")
 @click.option("--label", metavar="COLUMN", help="Count the classes of this column per batch; reads it from all shards.")
 @click.option("--trace", "with_trace", is_flag=True, help="Print who gets which sample at each step (small sets).")
 @click.option("--consumed", metavar="DIR", help="Prove exactly-once from a run's logs in DIR, instead of from a plan.")
@@ -68,6 +73,10 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError("give either MANIFEST or --synthetic")
     if options["label"] and options["synthetic"]:
         raise click.UsageError("--label reads shards, which --synthetic has none of")
+    if options["sequence_length"] is None and (options["whole"] or options["eos_id"] is not None):
+        raise click.UsageError("--whole and --eos-id need --sequence-length")
+    if options["sequence_length"] is not None and options["label"]:
+        raise click.UsageError("packed sequences have no label")
     with warnings_shown() as warnings:
         if options["consumed"] is not None:
             holds = _audit_run(_manifest(options), options["consumed"], as_json=options["as_json"])
@@ -87,10 +96,16 @@ def _manifest(options: dict[str, Any]) -> Manifest:
 
 
 def _plan(options: dict[str, Any]) -> Plan:
+    from shardstream.packing import Packing, PackingMode
     from shardstream.plan import Plan
 
     settings = {name: options[name] for name in _PLAN_OPTIONS}
-    return Plan.make(_manifest(options), shuffle=_SHUFFLES[options["shuffle"]], **settings)  # type: ignore[arg-type]
+    manifest, length = _manifest(options), options["sequence_length"]
+    packing = None
+    if length is not None:
+        mode: PackingMode = "whole" if options["whole"] else "tokens"
+        packing = Packing(length, manifest.tokens_column or "tokens", options["eos_id"], mode)
+    return Plan.make(manifest, shuffle=_SHUFFLES[options["shuffle"]], packing=packing, **settings)  # type: ignore[arg-type]
 
 
 def _audit_plan(plan: Plan, options: dict[str, Any], warnings: list[str]) -> bool:
@@ -152,9 +167,30 @@ def _print_report(console: Console, report: AuditReport) -> None:
     ranks = [list(vars(rank).values()) for rank in report.ranks]
     cut = ranks if len(ranks) <= _MOST_RANKS_SHOWN else [*ranks[:8], ["..."] * 6, *ranks[-4:]]
     console.print(table("Ranks", ["rank", "steps", "micro-batches", "samples", "padding", "repeated"], cut))
-    for line in (*_reading(report), *_quality(report), *(f"Proof: {proof}" for proof in report.proofs)):
+    for line in (
+        *_packing(report),
+        *_reading(report),
+        *_quality(report),
+        *(f"Proof: {proof}" for proof in report.proofs),
+    ):
         console.print(line, markup=False, soft_wrap=True)
     _print_verdict(console, report.violations, "every promise holds: exactly once, disjoint, equal steps")
+
+
+def _packing(report: AuditReport) -> Iterator[str]:
+    figures = report.packing
+    if figures is None:
+        return
+    without = "" if figures.num_without_tokens is None else f", {figures.num_without_tokens:,} rows hold none"
+    yield (
+        f"Packing: {figures.num_tokens:,} tokens in {figures.num_sequences:,} sequences, "
+        f"{figures.padding:.2%} of them padding{without}"
+    )
+    if figures.padding_best_fit is not None:
+        yield (
+            f"Packing: best fit leaves {figures.padding_best_fit:.2%} empty, first fit {figures.padding_first_fit:.2%} "
+            "(in the shards looked at)"
+        )
 
 
 def _reading(report: AuditReport) -> Iterator[str]:
