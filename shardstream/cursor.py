@@ -42,6 +42,7 @@ class Cursor:
         grid_start: Position where windows of this size began in this epoch: 0, unless the global batch was changed or
             the tail is ``"continue"``, whose windows reach over from the epoch before.
         packing: Settings of packed sequences, or None.
+        mixture: Sources, weights and schedule of a mixture (``MixturePlan.identity``), or None.
         world_size: Only for the tails ``"repeat"`` and ``"truncate"``, which are tied to it; else None.
         manifest: Where the manifest was, without credentials: to name shards that differ. Not compared.
         order_version: Version of the order's arithmetic.
@@ -65,6 +66,7 @@ class Cursor:
     tail: str
     grid_start: int = 0
     packing: Mapping[str, Any] | None = field(default=None, hash=False)
+    mixture: Mapping[str, Any] | None = field(default=None, hash=False)
     world_size: int | None = None
     manifest: str | None = None
     order_version: int = ORDER_VERSION
@@ -110,7 +112,7 @@ class Cursor:
             hint = "upgrade shardstream"
             raise CursorError("the cursor is of a newer version", expected=CURSOR_VERSION, found=version, hint=hint)
         names = {f.name for f in fields(cls)}
-        required = names - {"grid_start", "packing", "world_size", "manifest"}
+        required = names - {"grid_start", "packing", "mixture", "world_size", "manifest"}
         if missing := sorted(required - set(state)):
             raise CursorError(
                 "a cursor lacks fields", expected=", ".join(missing), found=", ".join(map(str, list(state)[:20]))
@@ -214,8 +216,9 @@ class Cursor:
                 raise CursorError(f"a cursor's {name} must be a text", found=repr(state[name])[:80])
         if not isinstance(self.shuffle, (bool, str)):
             raise CursorError("a cursor's shuffle must be true, false or a text", found=repr(self.shuffle)[:80])
-        if self.packing is not None and not isinstance(self.packing, Mapping):
-            raise CursorError("a cursor's packing must be a mapping", found=repr(self.packing)[:80])
+        for name in ("packing", "mixture"):
+            if state[name] is not None and not isinstance(state[name], Mapping):
+                raise CursorError(f"a cursor's {name} must be a mapping", found=repr(state[name])[:80])
 
     def differences(self, plan: Cursor, *, allow_batch_change: bool = False) -> list[str]:
         """Lists what differs between this cursor and the one that a plan starts with, apart from the place itself.

@@ -26,7 +26,6 @@ from shardstream.columns import Rows, slice_rows
 from shardstream.errors import DecodeError, PlanError, ReadError, ShardStreamError
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RowsLayout, RunKey
-from shardstream.manifest import Manifest
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan, PlannedBatch
 
@@ -141,7 +140,7 @@ def fetch(
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
     gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)  # its own: decoding need not wait for copies
-    runs = _OpenRuns(plan.manifest, layout, reading.storage_options, pool, stats)
+    runs = _OpenRuns(layout, reading.storage_options, pool, stats)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
     is_late = False
@@ -154,7 +153,7 @@ def fetch(
                 gathered = started.rows.result(reading.timeout_s)
             except FutureTimeoutError:
                 is_late = True
-                raise _too_late(plan.manifest, started, reading.timeout_s) from None
+                raise _too_late(layout, started, reading.timeout_s) from None
             # The next gather takes its runs before this one gives back its own: what both need stays open.
             ahead.extend(_start(planned, runs, gathering) for planned in islice(waiting, 1))
             runs.release(started.planned.keys)
@@ -211,8 +210,9 @@ def _start(planned: Planned, runs: _OpenRuns, gathering: ThreadPoolExecutor) -> 
     return _Gather(planned, gathering.submit(read))
 
 
-def _too_late(manifest: Manifest, started: _Gather, timeout_s: float) -> ReadError:
+def _too_late(layout: Layout, started: _Gather, timeout_s: float) -> ReadError:
     key = started.planned.keys[0]
+    manifest, _ = layout.source(key)
     return ReadError(
         f"data was not there after {timeout_s:g} s",
         url=manifest.url_of_block(key.block),
@@ -241,16 +241,15 @@ class _OpenRuns:
 
     def __init__(
         self,
-        manifest: Manifest,
         layout: Layout,
         storage_options: Mapping[str, Any],
         pool: ThreadPoolExecutor,
         stats: ReadStats,
     ) -> None:
-        self._manifest, self._layout, self._options = manifest, layout, storage_options
+        self._layout, self._options = layout, storage_options
         self._pool, self._stats = pool, stats
         self._held: dict[RunKey, _Held] = {}
-        self._shards: dict[int, Shard] = {}
+        self._shards: dict[tuple[int, int], Shard] = {}
 
     def acquire(self, key: RunKey) -> _Opened:
         """Returns the run to be, opening it if it is not held."""
@@ -285,11 +284,12 @@ class _OpenRuns:
         return _Held(self._pool.submit(self._first_run, key))
 
     def _first_run(self, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        shard = int(self._manifest.shard_of_block(np.array(key.block)))
-        if shard not in self._shards:
-            self._shards[shard] = Shard(self._manifest, shard, self._options)
-        stream = format_of("." + self._manifest.formats[shard]).read_runs(
-            self._shards[shard], key.block, self._layout.columns, key.run
+        manifest, columns = self._layout.source(key)
+        shard = int(manifest.shard_of_block(np.array(key.block)))
+        if (key.source, shard) not in self._shards:
+            self._shards[key.source, shard] = Shard(manifest, shard, self._options)
+        stream = format_of("." + manifest.formats[shard]).read_runs(
+            self._shards[key.source, shard], key.block, columns, key.run
         )
         return self._advanced(stream, key)
 
@@ -297,7 +297,7 @@ class _OpenRuns:
         return self._advanced(before.result()[1], key)
 
     def _advanced(self, stream: Generator[Rows, None, None], key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        block, run, manifest = key.block, key.run, self._manifest
+        block, run, (manifest, _) = key.block, key.run, self._layout.source(key)
         try:
             rows = next(stream)
             if (run + 1) * int(manifest.block_run_rows[block]) >= int(manifest.block_rows[block]):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from shardstream.columns import Rows, gather
+from shardstream.manifest import Manifest
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan, PlannedBatch
 
@@ -27,6 +28,8 @@ class RunKey(NamedTuple):
     """Index of the run in the block."""
     epoch: int = 0
     """Epoch it is prepared for, where that makes a difference."""
+    source: int = 0
+    """Index of the manifest, in a mixture of several."""
 
 
 class Planned(NamedTuple):
@@ -44,9 +47,8 @@ class Planned(NamedTuple):
 class Layout(Protocol):
     """What fetching must be told. A layout is a value; threads share it."""
 
-    @property
-    def columns(self) -> Sequence[str] | None:
-        """Columns to read; None for all."""
+    def source(self, key: RunKey) -> tuple[Manifest, Sequence[str] | None]:
+        """Returns the manifest that a run is of, and the columns to read of it; None for all."""
         ...
 
     @property
@@ -75,6 +77,10 @@ class RowsLayout:
         """Mean compressed size of a row."""
         manifest = self.plan.manifest
         return max(1, int(manifest.block_num_bytes.sum()) // max(1, manifest.num_samples))
+
+    def source(self, key: RunKey) -> tuple[Manifest, Sequence[str] | None]:  # noqa: ARG002 - there is only one
+        """Returns the plan's manifest, and ``columns``."""
+        return self.plan.manifest, self.columns
 
     def planned(self, batches: list[PlannedBatch]) -> Planned:
         """Finds block, run and row of each position."""

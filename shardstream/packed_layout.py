@@ -14,6 +14,7 @@ from shardstream.columns import Dense, Rows, Slices
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, PlanError
 from shardstream.layout import Planned, RunKey
+from shardstream.manifest import Manifest
 from shardstream.packed_run import PackedRun, packed_run
 from shardstream.packing import Packed, PackedOrder, Packing, Pieces
 from shardstream.permutation import Int64Array
@@ -66,6 +67,10 @@ class PackedLayout:
         named = [name for name in (packing.column, packing.loss_mask_column) if name is not None]
         missing = any(column.num_missing for column in manifest.columns if column.name in named)
         return None if missing and manifest.formats[0].startswith("tar") else named
+
+    def source(self, key: RunKey) -> tuple[Manifest, Sequence[str] | None]:  # noqa: ARG002 - there is only one
+        """Returns the plan's manifest, and ``columns``."""
+        return self.plan.manifest, self.columns
 
     @property
     def row_num_bytes(self) -> int:

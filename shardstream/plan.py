@@ -147,6 +147,20 @@ class Plan:
         order = EpochOrder(self.manifest, self.seed, epoch, self.lanes, self.shuffle)
         return order if self.packed is None else PackedOrder(order, self.packed)
 
+    @property
+    def fingerprint(self) -> str:
+        """The manifest's fingerprint."""
+        return self.manifest.fingerprint
+
+    @property
+    def pin(self) -> int:
+        """What a cursor pins of a plan, as one number, in which the main process tells it to workers: the lanes."""
+        return self.lanes
+
+    def with_pin(self, pin: int) -> Plan:
+        """Returns the plan with what a cursor pinned; 0 pins nothing."""
+        return replace(self, lanes=pin) if pin not in (0, self.lanes) else self
+
     def __getstate__(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in fields(self)}  # not what was only remembered
 
@@ -243,8 +257,8 @@ class Plan:
         mine = plan.cursor(cursor.epoch, cursor.position, grid_start)
         if different := cursor.differences(mine, allow_batch_change=allow_batch_change):
             raise CursorError(
-                "the cursor does not belong to this run: " + "; ".join(different) + self._differing_shards(cursor),
-                hint=_way_out(different),
+                "the cursor does not belong to this run: " + "; ".join(different) + self.differing_shards(cursor),
+                hint=way_out(different),
             )
         if not 0 <= cursor.position < self.num_positions:
             expected = f"0..{self.num_positions - 1}"
@@ -263,7 +277,8 @@ class Plan:
         # A larger batch may leave no window in this epoch (tail="drop"): then the next one is where to go on.
         return plan, mine.advanced(0, num_positions=self.num_positions) if is_other_batch else mine
 
-    def _differing_shards(self, cursor: Cursor) -> str:
+    def differing_shards(self, cursor: Cursor) -> str:
+        """Names, for a message, the shards that differ from the manifest that a cursor was made with."""
         if cursor.fingerprint == self.manifest.fingerprint:
             return ""
         if cursor.manifest is None:
@@ -295,10 +310,7 @@ class Plan:
         Raises:
             PlanError: If there is no such rank or worker.
         """
-        if not 0 <= rank < self.world_size:
-            raise PlanError("no such rank", expected=f"0..{self.world_size - 1}", found=rank)
-        if not 0 <= worker < num_workers:
-            raise PlanError("no such worker", expected=f"0..{num_workers - 1}", found=worker)
+        check_reader(rank, self.world_size, worker, num_workers)
         return self._pass(rank, start, worker, num_workers, first_index)
 
     def _pass(
@@ -350,7 +362,20 @@ class EpochPlan:
     deal: Deal
 
 
-def _way_out(different: list[str]) -> str:
+def check_reader(rank: int, world_size: int, worker: int, num_workers: int) -> None:
+    """Refuses ranks and workers that do not exist.
+
+    Raises:
+        PlanError: If there is no such rank or worker.
+    """
+    if not 0 <= rank < world_size:
+        raise PlanError("no such rank", expected=f"0..{world_size - 1}", found=rank)
+    if not 0 <= worker < num_workers:
+        raise PlanError("no such worker", expected=f"0..{num_workers - 1}", found=worker)
+
+
+def way_out(different: list[str]) -> str:
+    """Returns what to do about the differences between a cursor and a plan."""
     names = {text.split(":", 1)[0] for text in different}
     ways = []
     if "fingerprint" in names:
