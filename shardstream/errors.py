@@ -9,6 +9,7 @@ ShardStreamError
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 # user@, user:password@ up to the last @ of the host part, and passwords that hold slashes, as S3's secrets do: then a
 # colon that begins neither a port nor the next link of an fsspec chain ("zip://a::https://...") gives them away.
@@ -36,6 +37,17 @@ def shown_url(url: str) -> str:
         '/data/really?.parquet'
     """
     return _QUERY.sub(r"\g<url>?...", _CREDENTIALS.sub(r"\g<scheme>", url))
+
+
+def listed(numbers: Sequence[object], num_shown: int = 16) -> str:
+    """Returns numbers as text for a message: the first of them, and of the rest how many there are.
+
+    Example:
+        >>> listed([0, 2, 5], num_shown=2)
+        '0, 2 and 1 more'
+    """
+    more = f" and {len(numbers) - num_shown} more" if len(numbers) > num_shown else ""
+    return ", ".join(map(str, numbers[:num_shown])) + more
 
 
 class ShardStreamError(Exception):

@@ -70,8 +70,8 @@ class RotatedLines:
         header: First line of every part.
         ledger: What is logged; "" for numbers.
         rotate_num_bytes: A part that is as large is followed by another.
-        keep_num_bytes: What this rank's parts of this ledger may take together, those of earlier attempts included:
-            the oldest are deleted. None keeps all.
+        keep_num_bytes: What the parts of this rank, attempt and ledger may take together: the oldest are deleted.
+            None keeps all.
 
     Raises:
         PlanError: If a bound is not positive.
@@ -107,6 +107,8 @@ class RotatedLines:
         self._rotate_num_bytes = min(rotate_num_bytes, at_most)
         self._file: FileIO | None = None
         self._num_parts = self._num_bytes = 0
+        self._path = Path()
+        self._closed: list[tuple[Path, int]] = []
 
     def write(self, *lines: Mapping[str, Any]) -> None:
         """Appends lines.
@@ -128,7 +130,9 @@ class RotatedLines:
             self._file.close()
 
     def _next_part(self) -> None:
-        self.close()
+        if self._file is not None:
+            self._file.close()
+            self._closed.append((self._path, self._num_bytes))
         self._folder.mkdir(parents=True, exist_ok=True)
         ledger = f".{self._ledger}" if self._ledger else ""
         part = f".part-{self._num_parts:04d}" if self._num_parts else ""
@@ -140,18 +144,10 @@ class RotatedLines:
             hint = "ask next_attempt() once, on one rank, and tell the others"
             raise ReadError("a log of this rank and attempt exists", url=str(path), hint=hint) from None
         self._num_parts, self._num_bytes = self._num_parts + 1, 0
+        self._path = path
         if self._keep_num_bytes is not None:
-            self._drop_oldest(self._keep_num_bytes - self._rotate_num_bytes, path)
-
-    def _drop_oldest(self, num_bytes: int, current: Path) -> None:
-        """Deletes this rank's oldest parts until the others, but for the current one, fit."""
-        mine = [p.path for p in _parts(self._folder) if (p.rank, p.ledger) == (self._rank, self._ledger)]
-        sizes = {path: path.stat().st_size for path in mine if path != current}
-        for path, size in list(sizes.items()):
-            if sum(sizes.values()) <= num_bytes:
-                return
-            path.unlink()
-            sizes[path] -= size
+            while sum(size for _, size in self._closed) > self._keep_num_bytes - self._rotate_num_bytes:
+                self._closed.pop(0)[0].unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from shardstream.audit.tally import NUM_NAMED, ConsumedEpoch, CountedWindow, Place, count_epochs
 from shardstream.audit.windows import ExpectedWindow
 from shardstream.consumed import LoggedWindow, RankLog, read_logs
+from shardstream.errors import ReadError, listed
 from shardstream.manifest import Manifest
 
 
@@ -106,11 +107,26 @@ def check_consumed(directory: str | os.PathLike[str], manifest: Manifest) -> Con
     attempts = {k: list(of_attempt) for k, of_attempt in groupby(logs, key=lambda log: log.attempt)}
     violations = [fault for of_attempt in attempts.values() for fault in _disagreements(of_attempt)]
     windows, counts = _windows_that_count(attempts, manifest)
+    first = _first_known(logs)
+    windows = [window for window in windows if window.place >= first]
     complete, faults, notes = _complete(windows, newest=max(attempts))
-    violations += faults + _gaps(complete)
+    violations += faults + _gaps(complete, first)
     begun = max(log.start.epoch for log in logs)  # epochs before the one where an attempt began are finished
-    epochs = list(count_epochs(complete, begun, violations))
+    epochs = list(count_epochs(complete, begun, violations, first))
     return ConsumedReport(tuple(violations), (*_notes(logs, empty), *notes), tuple(counts), tuple(epochs))
+
+
+def windows_that_count(directory: str | os.PathLike[str], manifest: Manifest) -> list[CountedWindow]:
+    """Returns the windows that the run consumed, by place, without those that were rolled back.
+
+    Raises:
+        ReadError: If there are no logs, they are damaged or of another manifest.
+    """
+    logs, _ = read_logs(directory)
+    if faults := _foreign_manifests(logs, manifest):
+        raise ReadError("the logs do not belong to the manifest", url=str(directory), found=faults[0])
+    attempts = {k: list(of_attempt) for k, of_attempt in groupby(logs, key=lambda log: log.attempt)}
+    return _windows_that_count(attempts, manifest)[0]
 
 
 def _foreign_manifests(logs: list[RankLog], manifest: Manifest) -> list[str]:
@@ -124,8 +140,17 @@ def _foreign_manifests(logs: list[RankLog], manifest: Manifest) -> list[str]:
 def _notes(logs: list[RankLog], empty: list[Path]) -> Iterator[str]:
     if cut := [log.path.name for log in logs if log.is_cut] + [path.name for path in empty]:
         yield f"{len(cut)} log(s) end in a cut line, as killed processes leave it: {', '.join(cut[:4])}"
+    if any(log.num_dropped_parts for log in logs):
+        epoch, position = _first_known(logs)
+        yield f"oldest parts were dropped to keep a bound: nothing is proved before epoch {epoch}, position {position}"
     if num_unknown := sum(log.num_unknown for log in logs):
         yield f"{num_unknown} line(s) of kinds unknown here were skipped"
+
+
+def _first_known(logs: list[RankLog]) -> Place:
+    """Where the windows begin that every rank's parts still hold."""
+    cut = [log.windows[0] for log in logs if log.num_dropped_parts and log.windows]
+    return max(((window.epoch, window.position) for window in cut), default=(0, 0))
 
 
 def _disagreements(logs: list[RankLog]) -> list[str]:
@@ -176,25 +201,19 @@ def _complete(windows: list[CountedWindow], newest: int) -> tuple[list[CountedWi
         if not absent:
             complete.append(window)
         elif window is windows[-1] and window.attempt == newest:
-            notes.append(f"unfinished last window ({where}): rank(s) {_few(absent)} had not logged it; not counted")
+            notes.append(f"unfinished last window ({where}): rank(s) {listed(absent)} had not logged it; not counted")
         else:
-            faults.append(f"{where}: rank(s) {_few(absent)} did not log this window")
+            faults.append(f"{where}: rank(s) {listed(absent)} did not log this window")
             complete.append(window)
         twice = [rank for rank, logged in window.by_rank.items() if len(logged) > 1]
         if twice:
-            faults.append(f"{where}: rank(s) {_few(twice)} logged this window more than once")
+            faults.append(f"{where}: rank(s) {listed(twice)} logged this window more than once")
     return complete, faults, notes
 
 
-def _few(numbers: list[int], at_most: int = 8) -> str:
-    more = f" and {len(numbers) - at_most} more" if len(numbers) > at_most else ""
-    return ", ".join(map(str, numbers[:at_most])) + more
-
-
-def _gaps(windows: list[CountedWindow]) -> list[str]:
+def _gaps(windows: list[CountedWindow], expected: Place) -> list[str]:
     """Each window begins where the one before it ended."""
     faults = []
-    expected: Place = (0, 0)
     for window in windows:
         # A larger global batch may have left no window in an epoch that drops its tail.
         skipped = window.start if window.start > expected and window.leaves_rest(expected) else expected

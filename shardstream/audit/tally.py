@@ -99,13 +99,16 @@ class _Tally:
         self.foreign += np.repeat(numbers[~inside], times[~inside]).tolist()
 
 
-def count_epochs(windows: list[CountedWindow], begun: int, violations: list[str]) -> Iterator[ConsumedEpoch]:
+def count_epochs(
+    windows: list[CountedWindow], begun: int, violations: list[str], first: Place = (0, 0)
+) -> Iterator[ConsumedEpoch]:
     """Counts each epoch; at most those that one window reaches are held at a time.
 
     Args:
         windows: The windows that count, by place.
         begun: An epoch that an attempt began in: those before it are finished.
         violations: What is wrong is added here.
+        first: Where what is known begins: an epoch whose beginning is not known is never finished.
     """
     if not windows:
         return
@@ -118,12 +121,12 @@ def count_epochs(windows: list[CountedWindow], begun: int, violations: list[str]
         tallies[epoch].num_windows = len(of_epoch)
         for window in of_epoch:
             violations += _count_window(window, tallies)
-        if epoch < num_finished:
+        if first[0] + (first[1] > 0) <= epoch < num_finished:
             most = max(each.plan.global_batch for each in (last, *after[:1]))
             _finish(tallies[epoch], _left_out(last, most))
         done = [e for e in sorted(tallies) if not after or e < after[0].place[0]]
         for e in done:
-            yield _closed(e, tallies.pop(e), plan, violations, is_finished=e < num_finished)
+            yield _closed(e, tallies.pop(e), plan, violations, is_finished=(e, 0) >= first and e < num_finished)
 
 
 def _left_out(last: CountedWindow, most: int) -> Int64Array:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from shardstream.audit import AuditReport, TracedBatch
     from shardstream.audit.consumption import ConsumedReport
+    from shardstream.audit.ledger import LedgerReport, StepEvents
     from shardstream.manifest import Manifest
     from shardstream.plan import Plan
 
@@ -61,6 +62,10 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--label", metavar="COLUMN", help="Count the classes of this column per batch; reads it from all shards.")
 @click.option("--trace", "with_trace", is_flag=True, help="Print who gets which sample at each step (small sets).")
 @click.option("--consumed", metavar="DIR", help="Prove exactly-once from a run's logs in DIR, instead of from a plan.")
+@click.option("--ledger", metavar="DIR", help="As --consumed; and check targets and collectives of all ranks.")
+@click.option(
+    "--step", type=click.IntRange(0), metavar="N", help="With --ledger: what happened when in step N (from 0)."
+)
 @storage_options
 @as_json
 @click.pass_context
@@ -77,8 +82,14 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError("--whole and --eos-id need --sequence-length")
     if options["sequence_length"] is not None and options["label"]:
         raise click.UsageError("packed sequences have no label")
+    if options["consumed"] and options["ledger"]:
+        raise click.UsageError("give either --consumed or --ledger")
+    if options["step"] is not None and not options["ledger"]:
+        raise click.UsageError("--step needs --ledger")
     with warnings_shown() as warnings:
-        if options["consumed"] is not None:
+        if options["ledger"] is not None:
+            holds = _audit_ledger(_manifest(options), options["ledger"], options["step"], as_json=options["as_json"])
+        elif options["consumed"] is not None:
             holds = _audit_run(_manifest(options), options["consumed"], as_json=options["as_json"])
         else:
             holds = _audit_plan(_plan(options), options, warnings)
@@ -136,6 +147,21 @@ def _audit_run(manifest: Manifest, directory: str, *, as_json: bool) -> bool:
         print_json(report.to_dict())
     else:
         _print_consumed(_console(), report)
+    return report.holds
+
+
+def _audit_ledger(manifest: Manifest, directory: str, step: int | None, *, as_json: bool) -> bool:
+    from shardstream.audit.ledger import check_ledger, step_events
+
+    report = check_ledger(directory, manifest)
+    shown = None if step is None else step_events(directory, manifest, step)
+    if as_json:
+        print_json({**report.to_dict(), **({} if shown is None else {"step": shown.to_dict()})})
+        return report.holds
+    console = _console()
+    if shown is not None:
+        _print_step(console, shown)
+    _print_ledger(console, report)
     return report.holds
 
 
@@ -236,7 +262,29 @@ def _print_trace(console: Console, traced: Sequence[TracedBatch]) -> None:
     console.print(table("Trace; (padding) in parentheses", names, rows))
 
 
+def _print_step(console: Console, step: StepEvents) -> None:
+    targets = ", ".join(f"{head} {total:,}" for head, total in step.targets.items())
+    title = f"Step {step.step}: epoch {step.epoch}, position {step.position}, attempt {step.attempt}; targets {targets}"
+    rows = [
+        (f"{1e3 * each.time_s:.3f}", each.rank, each.event, "" if each.ids is None else " ".join(map(str, each.ids)))
+        for each in step.events
+    ]
+    console.print(table(title, ["ms", "rank", "event", "samples"], rows))
+
+
+def _print_ledger(console: Console, report: LedgerReport) -> None:
+    _print_counts(console, report.consumed)
+    for note in report.notes:
+        console.print(f"Note: {note}", markup=False, soft_wrap=True)
+    _print_verdict(console, report.violations, report.verdict())
+
+
 def _print_consumed(console: Console, report: ConsumedReport) -> None:
+    _print_counts(console, report)
+    _print_verdict(console, report.violations, report.verdict())
+
+
+def _print_counts(console: Console, report: ConsumedReport) -> None:
     names = ["attempt", "ranks", "global batch", "from epoch", "position", "windows", "rolled back", "ended"]
     console.print(table("Attempts", names, [vars(a).values() for a in report.attempts]))
     names = ["epoch", "finished", "windows", "samples", "padding", "dropped", "missing", "repeated", "foreign"]
@@ -245,7 +293,6 @@ def _print_consumed(console: Console, report: ConsumedReport) -> None:
     console.print(table("Epochs", names, rows))
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, soft_wrap=True)
-    _print_verdict(console, report.violations, report.verdict())
 
 
 def _print_verdict(console: Console, violations: Sequence[str], good: str) -> None:

@@ -8,7 +8,6 @@ has an order against the gradients' collectives.
 from __future__ import annotations
 
 import time
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from shardstream.errors import DesyncError, TopologyError
 from shardstream.torch.batch import Batch
+from shardstream.torch.desync import NUM_SLOTS, all_equal, equality_slots
 from shardstream.torch.topology import Topology, resolve_topology
 
 if TYPE_CHECKING:
@@ -84,30 +84,46 @@ class PendingCounts:
         Raises:
             DesyncError: If a rank did not take part before the deadline, or ranks summed different things.
         """
-        if self._work is None:
-            numbers = self._vector.tolist()
-        else:
-            started, deadline_s = time.monotonic(), self._sums.timeout_s
-            try:
-                with self._sums.on_own_stream():  # on a device, too, this waits for the sum alone
-                    self._work.wait(timedelta(seconds=deadline_s))
-                    numbers = self._vector.tolist()
-            except RuntimeError as error:
-                raise DesyncError(
-                    f"the targets of {self._what} could not be summed over the ranks",
-                    expected=f"all {self._sums.world_size} ranks within {deadline_s:g} s",
-                    found=f"{str(error).splitlines()[0]} after {time.monotonic() - started:.1f} s",
-                    hint="a rank stopped, was slow, or took another number of windows: look at the logs of all ranks",
-                ) from error
-        *sums, num_ranks, keys, squares = numbers
-        if num_ranks * squares != keys**2:  # equal only if all keys are (Cauchy and Schwarz): every rank sees it
+        started = time.monotonic()
+        try:
+            sums, is_same = self.settle()
+        except RuntimeError as error:
+            raise DesyncError(
+                f"the targets of {self._what} could not be summed over the ranks",
+                expected=f"all {self._sums.world_size} ranks within {self._sums.timeout_s:g} s",
+                found=f"{str(error).splitlines()[0]} after {time.monotonic() - started:.1f} s",
+                hint="a rank stopped, was slow, or took another number of windows: look at the logs of all ranks",
+            ) from error
+        if not is_same:  # every rank sees it
             raise DesyncError(
                 "ranks are at different windows",
                 expected=f"{self._what}, as on this rank",
                 found="another one elsewhere",
                 hint="a loop was left, began or skipped a window on some ranks only: look at the logs of all ranks",
             )
-        return list(map(int, sums))
+        return sums
+
+    def settle(self, timeout_s: float | None = None) -> tuple[list[int], bool]:
+        """Waits for the sums.
+
+        Args:
+            timeout_s: How long; default as long as the group's sums may take.
+
+        Returns:
+            The sums over all ranks, and whether all ranks summed the same thing.
+
+        Raises:
+            RuntimeError: If a rank did not take part before the deadline, or is gone.
+        """
+        if self._work is None:
+            numbers = self._vector.tolist()
+        else:
+            deadline = timedelta(seconds=self._sums.timeout_s if timeout_s is None else timeout_s)
+            with self._sums.on_own_stream():  # on a device, too, this waits for the sum alone
+                self._work.wait(deadline)
+                numbers = self._vector.tolist()
+        sums = list(map(int, numbers))
+        return sums[:-NUM_SLOTS], all_equal(sums[-NUM_SLOTS:])
 
 
 class RankSums:
@@ -121,6 +137,8 @@ class RankSums:
         backend: Of the group that is made for the sums: ``"gloo"`` up to 256 ranks, above that the backend of the
             job's own group, unless given.
         timeout_s: Until a sum must have come.
+        purpose: What is summed. Each purpose has a group of its own, so that its sums keep their order whatever
+            becomes of the others.
 
     Raises:
         TopologyError: If this process is not in the group.
@@ -134,6 +152,7 @@ class RankSums:
         mesh_dim: str | Sequence[str] = "dp",
         backend: str | None = None,
         timeout_s: float = 600.0,
+        purpose: str = "counts",
     ) -> None:
         self.timeout_s = timeout_s
         self.ranks = data_parallel_ranks(group, mesh, mesh_dim)
@@ -146,7 +165,7 @@ class RankSums:
         self.topology = Topology(self.ranks.index(me), len(self.ranks), source="process group")
         if self.world_size > 1:
             backend = backend or _default_backend(self.world_size)
-            self.group = _own_group(self.ranks, backend, timeout_s)
+            self.group = _own_group(self.ranks, backend, timeout_s, purpose)
             if backend != "gloo":
                 self._device = torch.device(torch.accelerator.current_accelerator() or "cpu")
                 self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -156,6 +175,21 @@ class RankSums:
         """Number of data-parallel ranks."""
         return len(self.ranks)
 
+    def check_dealt(self, dealt: Topology) -> None:
+        """Refuses data that was dealt to other ranks.
+
+        Raises:
+            TopologyError: If ``dealt`` is another rank or world size.
+        """
+        mine = self.topology
+        if (mine.rank, mine.world_size) != (dealt.rank, dealt.world_size):
+            raise TopologyError(
+                "the data was dealt to other ranks than those whose targets are summed",
+                expected=f"rank {dealt.rank} of {dealt.world_size} ({dealt.source})",
+                found=f"rank {mine.rank} of {mine.world_size} ({mine.source})",
+                hint="initialise the process group first; give the group or mesh that the topology came from",
+            )
+
     def issue(self, vector: Sequence[int], what: str, *, is_shadow: bool = False) -> PendingCounts:
         """Begins to sum a vector over the ranks; there is no communication with one rank.
 
@@ -164,8 +198,7 @@ class RankSums:
             what: What they are of: the same text on every rank, or all of them learn of it.
             is_shadow: Whether this rank has none of what the others sum, and does not know what that is.
         """
-        key = zlib.crc32(what.encode()) & 0xFFFFF  # 20 bits: its square, summed over a million ranks, is an int64
-        check = [0, 0, 0] if is_shadow else [1, key, key * key]
+        check = [0] * NUM_SLOTS if is_shadow else equality_slots(what)
         with self.on_own_stream():
             numbers = torch.tensor([*vector, *check], dtype=torch.int64, device=self._device)
             work = None if self.group is None else dist.all_reduce(numbers, group=self.group, async_op=True)
@@ -210,9 +243,9 @@ def _default_backend(world_size: int) -> str:
     return str(dist.get_backend())
 
 
-def _own_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Any:
+def _own_group(ranks: Sequence[int], backend: str, timeout_s: float, purpose: str) -> Any:
     groups = _GROUPS.setdefault(dist.group.WORLD, {})
-    key = (tuple(ranks), backend, timeout_s)
+    key = (tuple(ranks), backend, timeout_s, purpose)
     if key not in groups:
         groups[key] = dist.new_group(
             list(ranks),
@@ -221,6 +254,6 @@ def _own_group(ranks: Sequence[int], backend: str, timeout_s: float) -> Any:
             # The ranks of other pipelines or replicas need not come. Where all come it must be off: it names the group
             # by how many groups a rank is in, and ranks that are not in equally many would never meet.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
-            group_desc="shardstream counts",
+            group_desc=f"shardstream {purpose}",
         )
     return groups[key]

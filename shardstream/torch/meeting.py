@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardstream import errors
+from shardstream.errors import listed
 from shardstream.torch.counts import data_parallel_ranks
-from shardstream.torch.rendezvous import listed, prefixed
+from shardstream.torch.rendezvous import prefixed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

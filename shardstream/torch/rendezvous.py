@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardstream.errors import TopologyError
+from shardstream.errors import TopologyError, listed
 from shardstream.torch.topology import Topology, number_of, topology_from_environ
 
 if TYPE_CHECKING:
@@ -121,9 +121,3 @@ def _meet(store: Store, topology: Topology, deadline: float, environ: Mapping[st
 def prefixed(prefix: str, store: Store) -> Store:
     """Returns a view of a store whose keys begin with ``prefix``."""
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
-
-
-def listed(ranks: Sequence[int], num_shown: int = 16) -> str:
-    """Returns ranks as text, the first of them by number and the rest as a count."""
-    more = f" and {len(ranks) - num_shown} more" if len(ranks) > num_shown else ""
-    return ", ".join(map(str, ranks[:num_shown])) + more

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardstream.errors import PlanError, TopologyError, shown_url
+from shardstream.errors import PlanError, TopologyError, listed, shown_url
 from shardstream.torch.dataset import StreamingDataset
 from shardstream.torch.loader import StreamingLoader
 from shardstream.torch.meeting import agree
-from shardstream.torch.rendezvous import listed
 from shardstream.torch.topology import Topology
 
 if TYPE_CHECKING:

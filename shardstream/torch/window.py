@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 from weakref import WeakSet
 
 import torch
@@ -20,6 +20,22 @@ from shardstream.torch.counts import WindowCounts
 LossSum: TypeAlias = Tensor | tuple[Tensor, float]
 Gradients: TypeAlias = Literal["mean", "sum"]
 Sync: TypeAlias = Literal["last", "each"]
+
+
+class Watcher(Protocol):
+    """Who is told how far a loop is in a window: ``shardstream.torch.ledger``."""
+
+    def entered(self, micro_index: int, model: object) -> None:
+        """The loop is about to get a micro-batch."""
+
+    def losses(self, sums: Mapping[str, LossSum], loss: Tensor) -> None:
+        """The loop has a loss of the micro-batch, and will call ``backward`` on it."""
+
+    def left(self, micro_index: int) -> None:
+        """The loop is done with a micro-batch."""
+
+    def finished(self) -> None:
+        """The loop has got all micro-batches, and is about to step."""
 
 
 @dataclass
@@ -51,6 +67,7 @@ class Window:
         num_samples: Samples of the window over all ranks, padding left out.
         num_micro_batches: Micro-batches of the window over all ranks.
         num_averaged: D, the number of ranks that gradients are averaged over; 1 where they are summed.
+        watcher: Who is told how far the loop is, or None.
     """
 
     def __init__(self, loop: Loop, batches: Sequence[Batch], counts: WindowCounts, num_averaged: int) -> None:
@@ -58,6 +75,7 @@ class Window:
         self.targets, self.num_samples = counts.targets, counts.num_samples
         self.num_micro_batches, self.num_averaged = counts.num_micro_batches, num_averaged
         self.scale = {head: num_averaged / count if count else 0.0 for head, count in self.targets.items()}
+        self.watcher: Watcher | None = None
         self._current: Batch | None = None
         self._has_loss = True
         self._under_way: WeakSet[Any] = WeakSet()  # weak: a loop that was left ends at once, as nobody holds it
@@ -108,13 +126,18 @@ class Window:
 
     def _hand_out(self, model: object) -> Iterator[Batch]:
         try:
-            for batch in self.batches:
-                self._check_loss()
+            for index, batch in enumerate(self.batches):
                 self._current, self._has_loss = batch, False
                 self._loop.hand_out(batch)
                 with _synchronised(model, self._loop.sync, is_last=batch is self.batches[-1]):
+                    if self.watcher is not None:
+                        self.watcher.entered(index, model)
                     yield batch
-            self._check_loss()
+                    if self.watcher is not None:
+                        self.watcher.left(index)
+                self._check_loss()
+            if self.watcher is not None:
+                self.watcher.finished()
         finally:
             self._current, self._has_loss = None, True
 
@@ -151,7 +174,10 @@ class Window:
             value = sums[head]
             total, weight = value if isinstance(value, tuple) else (value, 1.0)
             terms.append(self._term(head, total, weight))
-        return sum(terms[1:], terms[0])
+        loss = sum(terms[1:], terms[0])
+        if self.watcher is not None:
+            self.watcher.losses(sums, loss)
+        return loss
 
     def _term(self, head: str, total: Tensor, weight: float) -> Tensor:
         if total.dtype in (torch.float16, torch.bfloat16):
@@ -193,7 +219,10 @@ class Window:
         Args:
             value: A scalar of this micro-batch.
         """
-        return value * (self.num_averaged / self.num_micro_batches)
+        loss = value * (self.num_averaged / self.num_micro_batches)
+        if self.watcher is not None:
+            self.watcher.losses({}, loss)
+        return loss
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Steps the optimizer, unless the window has no targets; the same on every rank.

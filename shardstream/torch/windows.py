@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from shardstream.errors import PlanError, TopologyError
+from shardstream.errors import PlanError
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.counts import PendingCounts, RankSums, WindowCounts
 from shardstream.torch.dataset import StreamingDataset
@@ -89,14 +89,7 @@ def windows(
 
 def _check_dataset(dataset: StreamingDataset, sums: RankSums, uneven: UnevenInputs | None) -> None:
     """Refuses, before any collective, ranks that do not fit and tails at which a rank would wait for ever."""
-    mine, dealt = sums.topology, dataset.topology
-    if (mine.rank, mine.world_size) != (dealt.rank, dealt.world_size):
-        raise TopologyError(
-            "the data was dealt to other ranks than those whose targets are summed",
-            expected=f"rank {dealt.rank} of {dealt.world_size} ({dealt.source})",
-            found=f"rank {mine.rank} of {mine.world_size} ({mine.source})",
-            hint="initialise the process group first; give windows() the group or mesh that the topology came from",
-        )
+    sums.check_dealt(dataset.topology)
     plan = dataset.plan
     if plan.tail == "uneven" and uneven is None and plan.world_size > 1:
         raise PlanError(
