@@ -40,10 +40,16 @@ class Data(_Section):
         max_micro_batch: Most documents of one forward; the micro-batch is the largest that fits the world size.
         num_workers: DataLoader worker processes of each rank; 0 reads with threads.
         tail: What happens to an epoch's last, partial window.
+        packing: Whether documents are packed into sequences of the model's context length, which are then what is
+            counted: ``"tokens"``, or ``"whole"`` without cutting them; None for a document a sample. The manifest needs
+            token counts.
+        eos_id: Token after each packed document.
     """
 
     manifest: str
     tokens: str = "tokens"
+    packing: Literal["tokens", "whole"] | None = None
+    eos_id: NonNegativeInt | None = None
     global_batch: PositiveInt
     max_micro_batch: PositiveInt
     num_workers: NonNegativeInt = 0

@@ -20,6 +20,7 @@ from shardstream.consumed import ConsumedLog, next_attempt
 from shardstream.cursor import Cursor
 from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
+from shardstream.packing import Packing
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
 from tools.training.checkpoint import Checkpoints, restore_rng, rng_state, seed_rng
 from tools.training.config import Config, Data
@@ -49,26 +50,34 @@ def _outlive_sigterm(_worker: int) -> None:
 
 
 def open_dataset(config: Config, topology: Topology) -> StreamingDataset:
-    """Returns the documents of this rank as ``input_ids`` and ``labels``, ``int64[b, context_length]``.
+    """Returns the documents of this rank, or sequences packed from them.
+
+    Either way as ``input_ids`` and ``labels``, ``int64[b, context_length]``.
 
     Raises:
         ManifestError: If the manifest cannot be read.
         PlanError: If the world size does not fit the global batch, or the token column is of no use.
     """
     data, manifest = config.data, Manifest.load(config.data.manifest)
-    is_list = _is_list(manifest, data)
+    options: dict[str, Any] = {
+        "batch_size": data.micro_batch(topology.world_size),
+        "global_batch": data.global_batch,
+        "seed": config.seed,
+        "tail": data.tail,
+        "topology": topology,
+    }
+    length, is_list = config.model.context_length, _is_list(manifest, data)
+    if data.packing is not None:
+        packing = Packing(length, data.tokens, data.eos_id, data.packing)
+        return StreamingDataset(manifest, packing=packing, columns=["input_ids", "labels"], **options)
     return StreamingDataset(
         manifest,
-        batch_size=data.micro_batch(topology.world_size),
-        global_batch=data.global_batch,
-        seed=config.seed,
-        tail=data.tail,
         columns=[data.tokens],
         transform=None if is_list else TextToTokens(data.tokens),
-        collate=pad_tokens(data.tokens if is_list else "tokens", length=config.model.context_length),
+        collate=pad_tokens(data.tokens if is_list else "tokens", length=length),
         targets={"lm": "labels"},
         shifted=True,
-        topology=topology,
+        **options,
     )
 
 
