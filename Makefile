@@ -1,4 +1,5 @@
-# make venv | test | quick | demo | fmt | coverage | bench | pins.  Every target sets up what it needs by itself.
+# make venv | test | quick | demo | fmt | coverage | bench | bench-scale | bench-peers | pins.
+# Every target sets up what it needs by itself.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -6,10 +7,12 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMP  := $(VENV)/.installed
 PINS   := tools/constraints.txt
+PEERS  := build/bench/venv
+PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check -qq
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: venv test quick lint fmt coverage demo bench pins clean
+.PHONY: venv test quick lint fmt coverage demo bench bench-scale bench-peers pins clean
 
 venv: $(STAMP)
 
@@ -45,8 +48,25 @@ coverage: $(STAMP)
 demo: $(STAMP)
 	@python tools/demo.py
 
+# Half an hour and 6 GB; LARGE=--large adds the large blocks of the memory suite. Peers take part where they are installed.
 bench: $(STAMP)
-	@python -m tools.bench
+	@python -m tools.bench prepare $(LARGE)
+	@python -m tools.bench all $(LARGE)
+
+# What planning costs for 10^5 to 10^9 samples and 1 to 1,024 ranks, beside the orders of others.
+bench-scale: $(STAMP)
+	@python -m tools.bench all --growth --repetitions 3
+
+# Peers live in an environment of their own. litdata asks for torchvision, which it does not need here.
+bench-peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: tools/bench/constraints.txt
+	@echo "setting up $(PEERS) (once, and when $< changes)"
+	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	@$(PEERS_PIP) install -c $< torch==2.13.0
+	@$(PEERS_PIP) install -c $< webdataset datasets torchdata psutil boto3 lightning-utilities obstore requests tifffile
+	@$(PEERS_PIP) install -c $< --no-deps litdata
+	@touch $@
 
 # Pins what the virtual environment holds now, without local version labels, paths and this package.
 pins: $(STAMP)

@@ -15,8 +15,7 @@ from tools.bench import report, runs
 from tools.bench.case import REPOSITORY, Case, Folders
 from tools.bench.contract import check, collate_arrays
 from tools.bench.data import tar_members, write_form
-from tools.bench.range_server import RangeServer
-from tools.bench.runs import Measured
+from tools.bench.range_server import RangeServer, Served
 from tools.bench.statistics import Spread, interleaved, ratio_of_medians
 from tools.bench.subjects import PEERS, SUBJECTS, load_subject
 from tools.bench.suites import EVERYDAY, GROWTH, SUITES
@@ -147,17 +146,11 @@ def test_range_server_serves_ranges_counts_them_and_is_slow(tmp_path):
                 return answer.read()
 
         assert [get("10-19"), get("1020-"), get("-2")] == [bytes(range(10, 20)), bytes(range(252, 256)), b"\xfe\xff"]
-        assert server.served() == runs_of(num_gets=3, num_bytes=16)
-        assert server.served() == runs_of()
+        assert server.served() == Served(num_gets=3, num_bytes=16)
+        assert server.served() == Served()  # counted anew
         for missing in ("/bench/x/b.bin", "/bench/../secret"):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(server.storage_options["endpoint_url"] + missing, timeout=10)
-
-
-def runs_of(num_gets: int = 0, num_bytes: int = 0):
-    from tools.bench.range_server import Served
-
-    return Served(num_gets=num_gets, num_bytes=num_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------- the real thing
@@ -193,7 +186,7 @@ def test_a_case_that_fails_is_reported_and_not_tried_again(tmp_path, monkeypatch
     outcomes = iter(
         [{"error": "KeyError: x", "trace": "..."}, {"metrics": {"seconds": 1.0}}, {"metrics": {"seconds": 2.0}}]
     )
-    monkeypatch.setattr(runs, "run_fresh", lambda *_: next(outcomes))
+    monkeypatch.setattr(runs, "run_fresh", lambda *_, **__: next(outcomes))
     said: list[str] = []
     folders = Folders(tmp_path, tmp_path)
     done = runs.run_suite("s", [Case("bad", "import"), Case("good", "import")], 2, folders, said.append)
@@ -203,5 +196,4 @@ def test_a_case_that_fails_is_reported_and_not_tried_again(tmp_path, monkeypatch
         ("good", 1, ""),
     ]
     assert runs.load_results(folders) == done
-    assert isinstance(done[0], Measured)
     assert report.values_of(done) == {("good", "seconds"): [1.0, 2.0]}

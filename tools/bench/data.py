@@ -5,7 +5,6 @@ A form is written once; a file ``.complete`` in its folder says that it is there
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tarfile
@@ -184,10 +183,9 @@ def tar_members(path: Path, suffix: str) -> list[tuple[int, int]]:
         return [(member.offset_data, member.size) for member in tar if member.name.endswith(f".{suffix}")]
 
 
-def touch_pages(paths: list[Path]) -> None:
-    """Reads files once, so that every case finds them in the page cache."""
-    for path in paths:
+def touch_pages(folder: Path) -> None:
+    """Reads every file below a folder once, so that all repetitions find it in the page cache."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb", buffering=0) as file:
-            buffer = io.DEFAULT_BUFFER_SIZE << 8
-            while file.read(buffer):
+            while file.read(16 << 20):
                 pass

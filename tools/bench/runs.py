@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.bench.case import REPOSITORY, Case, Folders
+from tools.bench.data import touch_pages
 from tools.bench.memory import TreeMemory
 from tools.bench.statistics import interleaved
 from tools.bench.subjects import interpreter, load_subject
@@ -39,11 +40,20 @@ class Measured(NamedTuple):
     problem: str = ""
 
 
-def run_fresh(case: Case, folders: Folders, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
-    """Runs a case in a process of its own, and watches the memory of its tree.
+def run_fresh(
+    case: Case, folders: Folders, *, watches_memory: bool = False, timeout_s: float = TIMEOUT_S
+) -> dict[str, Any]:
+    """Runs a case in a process of its own.
+
+    Args:
+        case: The case.
+        folders: Where things lie.
+        watches_memory: Whether to watch the memory of its tree of processes, which takes some processor time.
+        timeout_s: When it is ended.
 
     Returns:
-        What the child wrote; its metrics also have ``peak_pss_mb``, ``peak_private_mb`` and ``above_imports_mb``.
+        What the child wrote; with ``watches_memory`` its metrics also have ``peak_pss_mb``, ``peak_private_mb``
+        (without mapped files) and ``above_imports_mb``.
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         output, log = Path(folder, "outcome.json"), Path(folder, "log.txt")
@@ -58,7 +68,8 @@ def run_fresh(case: Case, folders: Folders, timeout_s: float = TIMEOUT_S) -> dic
                 env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
                 start_new_session=True,
             )
-        with TreeMemory(process.pid) as memory:
+        memory = TreeMemory(process.pid)
+        with memory if watches_memory else contextlib.nullcontext():
             try:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout_s)
@@ -68,7 +79,7 @@ def run_fresh(case: Case, folders: Folders, timeout_s: float = TIMEOUT_S) -> dic
             last = log.read_text(errors="replace")[-2000:]
             return {"error": f"the process ended with {process.returncode} and no result", "trace": last}
         outcome: dict[str, Any] = json.loads(output.read_text())
-    if "imports_pss_mb" in outcome.get("metrics", {}):
+    if watches_memory and "metrics" in outcome:
         outcome["metrics"] |= {
             "peak_pss_mb": memory.peak_mb,
             "peak_private_mb": memory.peak_private_mb,
@@ -93,13 +104,15 @@ def run_suite(
     A case that is skipped or fails is not tried again.
     """
     save_results(folders, suite, [])
+    for load in sorted({case.workload for case in cases}):
+        touch_pages(folders.data / load)
     done: list[Measured] = []
     hopeless: set[str] = set()
     for repetition, case in interleaved(cases, num_repetitions):
         if case.name in hopeless:
             continue
         began = time.perf_counter()
-        outcome = run_fresh(case, folders)
+        outcome = run_fresh(case, folders, watches_memory=suite.startswith("memory"))
         problem = outcome.get("skipped") or outcome.get("error") or ""
         measured = Measured(suite, case.name, repetition, outcome.get("metrics", {}), problem)
         done.append(measured)
