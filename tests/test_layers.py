@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "shardstream"
 BELOW = {
     "cli": "commands",
     "commands": "audit index fetch",
-    "torch": "audit index fetch packed_layout",
+    "torch": "audit index fetch packed_layout mixture_layout",
     "audit": "consumed rounds plan formats manifest_file",
     "index": "formats manifest_file",
     "fetch": "layout formats manifest_file",
@@ -31,6 +31,9 @@ BELOW = {
     "fitting": "permutation",
     "plan": "order deal cursor batching packing",
     "mixing": "manifest permutation",
+    "mixture_past": "mixing plan",
+    "mixture_plan": "mixing mixture_past plan",
+    "mixture_layout": "layout mixture_plan",
     "deal": "order",
     "order": "manifest permutation",
     "cursor": "permutation",
@@ -51,7 +54,7 @@ LAZY_UPWARDS = {
 }
 PURE = (
     *("errors", "columns", "permutation", "manifest", "order", "deal", "cursor", "batching", "plan", "__init__"),
-    *("fitting", "packing", "packed_run", "mixing"),
+    *("fitting", "packing", "packed_run", "mixing", "mixture_past", "mixture_plan"),
 )
 HEAVY = frozenset({"torch", "pyarrow", "fsspec"})
 
