@@ -210,7 +210,8 @@ class Ledger:
             bounds: Any = self._bounds
             self._consumed = ConsumedLog(*place, start, self._plan, with_ids=self._with_ids, **bounds)
         here = (epoch, window.position)
-        if self._span is None or self._span[1] != here:  # the loop went elsewhere: what came before is not proved
+        is_new_pass = window.batches[0].window_index == 0
+        if self._span is None or (is_new_pass and self._span[1] != here):  # it began anew, or was sent elsewhere
             self._span, self._counted = (here, here), IdSum()
         self._num_windows += 1
         is_early = self._is_checked and self._num_windows <= _NUM_EARLY
