@@ -151,7 +151,8 @@ class MixturePlan:
         return self.mixture.names
 
     @property
-    def _by_name(self) -> dict[str, Plan]:
+    def by_name(self) -> dict[str, Plan]:
+        """The sources' own plans."""
         return dict(zip(self.names, self.plans, strict=True))
 
     @property
@@ -170,6 +171,11 @@ class MixturePlan:
         return ENDLESS
 
     @property
+    def has_end(self) -> bool:
+        """Whether a pass over it ends."""
+        return self.stop is not None
+
+    @property
     def lanes(self) -> int:
         """Lanes of all sources together."""
         return sum(plan.lanes for plan in self.plans)
@@ -177,8 +183,8 @@ class MixturePlan:
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits over names and fingerprints of the sources."""
-        texts = [text for name, plan in self._by_name.items() for text in (name, plan.fingerprint)]
-        return hashlib.blake2b(json.dumps(texts).encode(), digest_size=16, person=b"mixture1").hexdigest()
+        texts = json.dumps([[name, plan.fingerprint] for name, plan in self.by_name.items()])
+        return hashlib.blake2b(texts.encode(), digest_size=16, person=b"mixture1").hexdigest()
 
     @cached_property
     def shares(self) -> Shares:
@@ -208,8 +214,7 @@ class MixturePlan:
 
     def passes(self, position: int) -> dict[str, float]:
         """Returns how many times each source has been through before a window that begins at ``position``."""
-        sizes = [plan.num_positions for plan in self.plans]
-        return {name: given / size for (name, given), size in zip(self.counts(position).items(), sizes, strict=True)}
+        return {name: num / self.by_name[name].num_positions for name, num in self.counts(position).items()}
 
     # ------------------------------------------------------------------------------------------------ positions
 
@@ -304,7 +309,7 @@ class MixturePlan:
                 "packing": None if plan.packed is None else plan.packed.packing.identity(),
                 "manifest": None if plan.manifest.path is None else shown_url(plan.manifest.path),
             }
-            for name, plan in self._by_name.items()
+            for name, plan in self.by_name.items()
         }
         return {"sources": sources, "schedule": [self._described(era) for era in self.shares.eras]}
 
@@ -381,12 +386,11 @@ class MixturePlan:
             CursorError: If the cursor is of another run; everything that differs is listed.
         """
         past = Past.read(cursor)
-        plan = replace(self, grid=past.grid(self.global_batch), plans=past.pinned(self._by_name))
+        plan = replace(self, grid=past.grid(self.global_batch), plans=past.pinned(self.by_name))
         mine = plan.cursor(0, cursor.position)
         like = replace(cursor, fingerprint=mine.fingerprint, lanes=mine.lanes, mixture=mine.mixture)
-        different = like.differences(mine, allow_batch_change=allow_batch_change) + past.differences(
-            plan._by_name, plan.shares.eras
-        )
+        different = like.differences(mine, allow_batch_change=allow_batch_change)
+        different += past.differences(plan.by_name, plan.shares.eras)
         if different:
             hint = way_out(different)
             if any(text.startswith(("weights", "source")) for text in different):

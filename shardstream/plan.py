@@ -153,6 +153,11 @@ class Plan:
         return self.manifest.fingerprint
 
     @property
+    def has_end(self) -> bool:
+        """Whether a pass over it ends."""
+        return self.tail != "continue"
+
+    @property
     def pin(self) -> int:
         """What a cursor pins of a plan, as one number, in which the main process tells it to workers: the lanes."""
         return self.lanes
