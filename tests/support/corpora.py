@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shardstream.index import IndexSettings, build_manifest
+from shardstream.index import build_manifest
 from shardstream.manifest import Manifest
 
 
@@ -28,8 +27,7 @@ def text_of(uid: int) -> str:
 
 def manifest_of_files(urls, **options) -> Manifest:
     """Indexes shards without starting a process."""
-    with ThreadPoolExecutor(1) as executor:
-        return build_manifest([str(url) for url in urls], settings=IndexSettings(executor=executor), **options)
+    return build_manifest([str(url) for url in urls], num_workers=0, **options)
 
 
 def parquet_manifest(folder: Path, sizes: Sequence[int], row_group_size: int = 7, **options) -> Manifest:

@@ -21,16 +21,26 @@ class RankError(AssertionError):
     """A rank failed, or did not end in time; the message holds the tracebacks."""
 
 
-def run_ranks(function, world_size: int, *args: Any, timeout_s: float = 60.0, group_timeout_s: float = 20.0) -> list:
+def run_ranks(
+    function,
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 60.0,
+    group_timeout_s: float = 20.0,
+    has_workers: bool = False,
+) -> list:
     """Runs ``function(rank, *args)`` in ``world_size`` processes of one gloo group; returns what each returned.
 
     Gloo's teardown sometimes ends a process with a signal after everything went well, so only what came through the
-    queue counts. Whatever happens, no process is left when this returns.
+    queue counts. Whatever happens, no process is left when this returns; ranks that start DataLoader workers
+    (``has_workers``) must not be daemons, and workers end with the process that started them.
     """
     results = _CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         common = (results, function, world_size, f"{folder}/store", group_timeout_s, args)
-        processes = [_CONTEXT.Process(target=_rank, args=(rank, *common), daemon=True) for rank in range(world_size)]
+        processes = [
+            _CONTEXT.Process(target=_rank, args=(rank, *common), daemon=not has_workers) for rank in range(world_size)
+        ]
         for process in processes:
             process.start()
         try:
