@@ -180,6 +180,7 @@ class Ledger:
         Raises:
             DesyncError: If a rank goes on, or did something else since the last time.
         """
+        self._write_times()
         if not self._is_closed and not self._rounds.has_failed:
             self._rounds.ask("the ledger is closed")
             self._write_late()
@@ -194,6 +195,7 @@ class Ledger:
         if error is None:
             self.close()
             return
+        self._write_times()
         if isinstance(error, Exception):  # the others learn of it where they are next
             text = f"{type(error).__name__}: {str(error)[:300]}"
             self._rounds.last_word(f"left the loop with {text}", _LAST_WORD_S)

@@ -241,6 +241,21 @@ def test_a_window_that_all_ranks_leave_is_no_fault_but_told(manifest, tmp_path):
     assert report.consumed.epochs[0].num_masked == 4
 
 
+def test_a_loop_that_was_left_but_is_still_referenced(manifest, tmp_path):
+    """What it would have written at its end was written when the ledger was closed."""
+    loader, trainer = loader_of(manifest), Trainer()
+    with Ledger(tmp_path, loader) as ledger:
+        driven = ledger.watch(windows(loader))
+        window = next(driven)
+        for micro in window.micro_batches(trainer.model):
+            window.loss(lm=token_loss(trainer.model, micro)).backward()
+    trainer.optimizer.step()  # nobody's business any more
+    driven.close()
+    (log,) = read_rounds(tmp_path)
+    assert log.has_ended
+    assert [text for _, text in log.times[0, 0]][-1] == "gradients are summed: ends"
+
+
 # ---------------------------------------------------------------------------------------------------- refusals
 
 
