@@ -98,7 +98,7 @@ class ConsumedLog:
             "rank": rank,
             "world_size": world_size,
             "cursor": start.state_dict(),
-            "fingerprint": plan.manifest.fingerprint,
+            "fingerprint": plan.fingerprint,
             "plan": {name: getattr(plan, name) for name in _PLAN_FIELDS},
         }
         bounds = {"rotate_num_bytes": rotate_num_bytes, "keep_num_bytes": keep_num_bytes}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from shardstream.errors import CursorError
+from shardstream.errors import CursorError, ShardStreamWarning
 from shardstream.permutation import ORDER_VERSION
 
 CURSOR_VERSION = 1
@@ -234,6 +235,30 @@ class Cursor:
         names = [f.name for f in fields(self) if f.name not in ignored]
         pairs = [(name, getattr(self, name), getattr(plan, name)) for name in names]
         return [f"{name}: {mine!r} in the cursor, {theirs!r} here" for name, mine, theirs in pairs if mine != theirs]
+
+
+def warn_of_batch_change(cursor: Cursor, global_batch: int) -> None:
+    """Warns, in the name of the caller's caller, of a global batch that is another one from the cursor on."""
+    warnings.warn(
+        f"the global batch changes from {cursor.global_batch} to {global_batch} samples at position "
+        f"{cursor.position} of epoch {cursor.epoch}: learning rate and warm-up, which were set for the old "
+        "one, are another problem now; to keep it, change accumulate with the world size",
+        ShardStreamWarning,
+        stacklevel=4,
+    )
+
+
+def way_out(different: list[str]) -> str:
+    """Returns what to do about the differences between a cursor and a plan."""
+    names = {text.split(":", 1)[0] for text in different}
+    ways = []
+    if "fingerprint" in names:
+        ways.append("resume with the manifest the run began with")
+    if "global_batch" in names:
+        ways.append("keep the global batch (change accumulate with the world size), or pass allow_batch_change=True")
+    if rest := sorted(names - {"fingerprint", "global_batch"}):
+        ways.append(f"set {', '.join(rest)} as in the cursor")
+    return ", and ".join(ways) + "; or start a new run without the cursor"
 
 
 def _whole_number(state: Mapping[str, Any], name: str, least: int | None) -> int:

@@ -25,9 +25,11 @@ import numpy as np
 from shardstream.columns import Rows, slice_rows
 from shardstream.errors import DecodeError, PlanError, ReadError, ShardStreamError
 from shardstream.formats import Shard, format_of
-from shardstream.layout import Layout, Planned, RowsLayout, RunKey
+from shardstream.layout import Layout, Planned, RunKey
+from shardstream.mixture_layout import layout_of
+from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
-from shardstream.plan import Plan, PlannedBatch
+from shardstream.plan import PlannedBatch
 
 _GATHER_ROWS = 2048
 _GATHER_NUM_BYTES = 16 << 20
@@ -108,7 +110,7 @@ class Gathered(NamedTuple):
 
 
 def fetch(
-    plan: Plan,
+    plan: AnyPlan,
     batches: Iterable[PlannedBatch],
     *,
     layout: Layout | None = None,
@@ -134,7 +136,7 @@ def fetch(
     Raises:
         ReadError: If storage failed, data cannot be decoded, or the deadline passed.
     """
-    layout = layout if layout is not None else RowsLayout(plan)
+    layout = layout if layout is not None else layout_of(plan, None)
     reading = reading or Reading()
     stats = stats if stats is not None else ReadStats()
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
@@ -178,7 +180,7 @@ class _Gather(NamedTuple):
 
 
 def _gathers(
-    plan: Plan, layout: Layout, batches: Iterator[PlannedBatch], most_rows: int, num_workers: int
+    plan: AnyPlan, layout: Layout, batches: Iterator[PlannedBatch], most_rows: int, num_workers: int
 ) -> Iterator[Planned]:
     """Groups micro-batches: first one alone, so that the first batch waits for its own blocks only, then more.
 

@@ -6,6 +6,7 @@ windows' positions a source got is looked up: nothing is counted, and nothing is
 
 from __future__ import annotations
 
+import hashlib
 import math
 import operator
 import os
@@ -20,10 +21,11 @@ import numpy as np
 
 from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
-from shardstream.permutation import Int64Array
+from shardstream.permutation import Int64Array, key64
 
 TABLE_POSITIONS = 65536  # shares are exact over at least so many positions
 ENDLESS = 1 << 62  # positions of a mixture that nothing stops
+_MOST_LANES, _FEWEST_LANES = 4096, 64  # as for one data set
 
 ManifestLike: TypeAlias = "Manifest | str | os.PathLike[str]"
 
@@ -191,6 +193,27 @@ def window_table(weights: tuple[float, ...], global_batch: int) -> Int64Array:
     result = np.array(table, np.int64)
     result.setflags(write=False)
     return result
+
+
+def source_seed(seed: int, name: str) -> int:
+    """Returns the seed of a source: its own, whatever other sources there are.
+
+    Example:
+        >>> source_seed(42, "web") == source_seed(42, "web") != source_seed(42, "code")
+        True
+    """
+    word = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return key64(seed, 0, "source", int.from_bytes(word, "little"))
+
+
+def source_lanes(quota: float, num_blocks: int) -> int:
+    """Returns the lanes of a source that has ``quota`` samples in a window: no more than that, nor than blocks allow.
+
+    Example:
+        >>> source_lanes(358.4, 10_000), source_lanes(358.4, 100), source_lanes(0.3, 100)
+        (358, 64, 1)
+    """
+    return max(1, min(int(quota), _MOST_LANES, max(_FEWEST_LANES, num_blocks // 4)))
 
 
 class SourcePlaces(NamedTuple):

@@ -12,10 +12,11 @@ import numpy as np
 
 from shardstream.columns import Dense, Rows, gather
 from shardstream.errors import PlanError
-from shardstream.layout import Layout, Planned, RunKey
+from shardstream.layout import Layout, Planned, RowsLayout, RunKey
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
-from shardstream.mixture_plan import MixturePlan
+from shardstream.mixture_plan import AnyPlan, MixturePlan
+from shardstream.packed_layout import PackedLayout
 from shardstream.permutation import Int64Array
 from shardstream.plan import PlannedBatch
 
@@ -125,3 +126,16 @@ class MixtureLayout:
             source[part.rows] = part.source
         joined = made[0] if len(made) == 1 else gather(made, part_of_row, row_in_part)
         return replace(joined, columns={**joined.columns, SOURCE: Dense(source)})
+
+
+def layout_of(plan: AnyPlan, columns: Sequence[str] | None, ignore_index: int = -100) -> Layout:
+    """Returns what the rows of a plan's batches are.
+
+    Args:
+        plan: The plan.
+        columns: Columns to read, or of packed sequences those to make; None for all.
+        ignore_index: The label of what is no target.
+    """
+    if isinstance(plan, MixturePlan):
+        return MixtureLayout(plan, tuple(layout_of(each, columns, ignore_index) for each in plan.plans))
+    return RowsLayout(plan, columns) if plan.packed is None else PackedLayout(plan, ignore_index, columns)

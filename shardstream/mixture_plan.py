@@ -10,47 +10,25 @@ import hashlib
 import json
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from shardstream.batching import resolve_accumulate
-from shardstream.cursor import Cursor
+from shardstream.cursor import Cursor, warn_of_batch_change, way_out
 from shardstream.errors import CursorError, PlanError, ShardStreamWarning, shown_url
-from shardstream.mixing import ENDLESS, Era, Mixture, Shares, SourcePlaces, shares
+from shardstream.mixing import ENDLESS, Era, Mixture, Shares, SourcePlaces, shares, source_lanes, source_seed
 from shardstream.mixture_past import Past
 from shardstream.order import Shuffle
 from shardstream.packing import Packed, Packing
-from shardstream.permutation import Int64Array, key64
-from shardstream.plan import Plan, PlannedBatch, check_reader, way_out
+from shardstream.permutation import Int64Array
+from shardstream.plan import Plan, PlannedBatch, check_reader
 
-_MOST_LANES, _FEWEST_LANES = 4096, 64  # as for one data set
 _SORTED_AT_ONCE = 65536  # positions of windows
-
-
-def source_seed(seed: int, name: str) -> int:
-    """Returns the seed of a source: its own, whatever other sources there are.
-
-    Example:
-        >>> source_seed(42, "web") == source_seed(42, "web") != source_seed(42, "code")
-        True
-    """
-    word = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return key64(seed, 0, "source", int.from_bytes(word, "little"))
-
-
-def source_lanes(quota: float, num_blocks: int) -> int:
-    """Returns the lanes of a source that has ``quota`` samples in a window: no more than that, nor than blocks allow.
-
-    Example:
-        >>> source_lanes(358.4, 10_000), source_lanes(358.4, 100), source_lanes(0.3, 100)
-        (358, 64, 1)
-    """
-    return max(1, min(int(quota), _MOST_LANES, max(_FEWEST_LANES, num_blocks // 4)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,21 +241,26 @@ class MixturePlan:
             expected = f"{self.grid[-1][0]} or later"
             raise CursorError("windows were of another size there", expected=expected, found=start.position)
         first = first_index + (worker - first_index) % num_workers
-        return self._pass(rank, start.position, first, num_workers)
+        end = self.num_micro_batches(rank, start) if self.has_end else None
+        return self._pass(
+            rank, start.position, range(first, end, num_workers) if end is not None else count(first, num_workers), end
+        )
 
-    def num_micro_batches(self, position: int) -> int | None:
-        """Returns a rank's micro-batches from a position to where the stream stops; None if it does not."""
+    def num_micro_batches(self, rank: int, start: Cursor) -> int:  # noqa: ARG002 - as ``Plan``
+        """Returns a rank's micro-batches from a cursor to where the stream stops: as many on every rank.
+
+        Raises:
+            PlanError: If it does not stop.
+        """
         if self.stop is None:
-            return None
-        return max(0, self.stop - position) // self.global_batch * self.accumulate
+            raise PlanError("the stream has no end", hint="give the mixture stop_after=")
+        return max(0, self.stop - start.position) // self.global_batch * self.accumulate
 
-    def _pass(self, rank: int, position: int, first: int, num_workers: int) -> Iterator[PlannedBatch]:
-        size, share, end = self.global_batch, self.batch_size * self.accumulate, self.num_micro_batches(position)
+    def _pass(self, rank: int, position: int, wanted: Iterable[int], end: int | None) -> Iterator[PlannedBatch]:
+        size, share = self.global_batch, self.batch_size * self.accumulate
         at_once, begin, parts = max(1, _SORTED_AT_ONCE // size), 0, np.empty((0, share), np.int64)
         real = np.zeros(self.batch_size, np.bool_)
-        for index in count(first, num_workers):
-            if end is not None and index >= end:
-                return
+        for index in wanted:
             window, micro = divmod(index, self.accumulate)
             if not begin <= window < begin + len(parts):
                 begin, num_windows = window, min(at_once, 8 * max(1, len(parts)))  # few at first: a start is a seek
@@ -400,6 +383,11 @@ class MixturePlan:
         if starts[0] != cursor.position:
             expected = f"{starts[0]} or {starts[0] + plan.global_batch}"
             raise CursorError("the cursor is not at the start of a window", expected=expected, found=cursor.position)
+        if cursor.global_batch != self.global_batch:
+            warn_of_batch_change(cursor, self.global_batch)
         if changes := past.changes_ahead(plan.names, plan.shares.eras):
             warnings.warn("the mixture is changed ahead of the cursor: " + changes, ShardStreamWarning, stacklevel=3)
         return plan, mine
+
+
+AnyPlan: TypeAlias = Plan | MixturePlan

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardstream.batching import resolve_accumulate
-from shardstream.cursor import Cursor
+from shardstream.cursor import Cursor, warn_of_batch_change, way_out
 from shardstream.deal import PARITY_TAILS, BoolArray, Deal
 from shardstream.errors import CursorError, PlanError, ShardStreamWarning, shown_url
 from shardstream.manifest import Manifest
@@ -182,6 +182,10 @@ class Plan:
         )
         return EpochPlan(epoch, self.order(epoch), deal)
 
+    def num_micro_batches(self, rank: int, start: Cursor) -> int:
+        """Returns a rank's micro-batches from a cursor to the end of its epoch, over all its workers."""
+        return self.epoch(start.epoch, start.position).deal.num_micro_batches(rank)
+
     def sample_ids(self, epoch: int, positions: Int64Array) -> Int64Array:
         """Returns the sample id (of packed sequences: the place on the line) at positions; as ``locate``."""
         epochs, places = np.divmod(epoch * self.num_positions + positions, self.num_positions)
@@ -272,13 +276,7 @@ class Plan:
             expected = f"{cursor.grid_start} + a multiple of {self.global_batch}"
             raise CursorError("the cursor is not at the start of a window", expected=expected, found=cursor.position)
         if is_other_batch:
-            warnings.warn(
-                f"the global batch changes from {cursor.global_batch} to {self.global_batch} samples at position "
-                f"{cursor.position} of epoch {cursor.epoch}: learning rate and warm-up, which were set for the old "
-                "one, are another problem now; to keep it, change accumulate with the world size",
-                ShardStreamWarning,
-                stacklevel=3,
-            )
+            warn_of_batch_change(cursor, self.global_batch)
         # A larger batch may leave no window in this epoch (tail="drop"): then the next one is where to go on.
         return plan, mine.advanced(0, num_positions=self.num_positions) if is_other_batch else mine
 
@@ -377,16 +375,3 @@ def check_reader(rank: int, world_size: int, worker: int, num_workers: int) -> N
         raise PlanError("no such rank", expected=f"0..{world_size - 1}", found=rank)
     if not 0 <= worker < num_workers:
         raise PlanError("no such worker", expected=f"0..{num_workers - 1}", found=worker)
-
-
-def way_out(different: list[str]) -> str:
-    """Returns what to do about the differences between a cursor and a plan."""
-    names = {text.split(":", 1)[0] for text in different}
-    ways = []
-    if "fingerprint" in names:
-        ways.append("resume with the manifest the run began with")
-    if "global_batch" in names:
-        ways.append("keep the global batch (change accumulate with the world size), or pass allow_batch_change=True")
-    if rest := sorted(names - {"fingerprint", "global_batch"}):
-        ways.append(f"set {', '.join(rest)} as in the cursor")
-    return ", and ".join(ways) + "; or start a new run without the cursor"

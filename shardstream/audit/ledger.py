@@ -58,8 +58,10 @@ class LedgerReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON values."""
-        return {"holds": self.holds, "verdict": self.verdict(), "violations": self.violations, **asdict(self)}
+        """Returns the report as JSON values: what ``ConsumedReport`` has, and more."""
+        more = {name: value for name, value in asdict(self).items() if name not in ("consumed", "notes")}
+        summary = {"holds": self.holds, "verdict": self.verdict(), "violations": self.violations}
+        return {**self.consumed.to_dict(), **summary, "notes": (*self.consumed.notes, *self.notes), **more}
 
 
 def check_ledger(directory: str | os.PathLike[str], manifest: Manifest) -> LedgerReport:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from shardstream.torch.batch import Batch, Ragged
+from shardstream.torch.batch import Batch
 from shardstream.torch.collate import pad_tokens
 from shardstream.torch.dataset import StreamingDataset
 from shardstream.torch.decode import decode
 from shardstream.torch.evaluation import Evaluation
 from shardstream.torch.evaluation_report import EvaluationReport
+from shardstream.torch.ledger import Ledger
 from shardstream.torch.loader import StreamingLoader
+from shardstream.torch.ragged import Ragged
 from shardstream.torch.rendezvous import init_process_group
 from shardstream.torch.topology import Topology, resolve_topology
 from shardstream.torch.uneven import UnevenInputs
@@ -20,6 +22,7 @@ __all__ = [
     "Batch",
     "Evaluation",
     "EvaluationReport",
+    "Ledger",
     "Ragged",
     "StreamingDataset",
     "StreamingLoader",

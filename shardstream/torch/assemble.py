@@ -14,13 +14,14 @@ from shardstream.columns import Rows
 from shardstream.errors import DecodeError, PlanError, ShardStreamError
 from shardstream.fetch import Fetched
 from shardstream.manifest import Manifest
-from shardstream.permutation import key64
+from shardstream.mixture_plan import AnyPlan
 from shardstream.torch.collate import collate_samples, columns_to_torch, count_valid, mask_padding, rows_to_samples
+from shardstream.torch.mixed import origins
 
 Sample: TypeAlias = dict[str, Any]
 Target: TypeAlias = str | Callable[[Mapping[str, Any]], Tensor]
 
-_OWN_KEYS = ("__id__", "__seed__", "__url__")  # for transforms; a batch has sample_ids and the plan
+_OWN_KEYS = ("__id__", "__seed__", "__url__", "__source__")  # for transforms; a batch has sample_ids and the plan
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Assembly:
         columns: dict[str, Any] = dict(columns_to_torch(rows))
         return columns, self._count_targets(columns, is_padding)
 
-    def columns(self, fetched: Fetched, manifest: Manifest) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def columns(self, fetched: Fetched, plan: AnyPlan) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the columns of a batch, and for each head its valid targets: int64[b], 0 in padding rows.
 
         Raises:
@@ -89,7 +90,7 @@ class Assembly:
         if self.transform is None and (collate is None or takes_columns):
             columns = dict(columns_to_torch(fetched.rows))
         else:
-            samples = self._samples(fetched, manifest)
+            samples = self._samples(fetched, plan)
             if collate is None or takes_columns:
                 columns = dict(collate_samples([_without_own(sample) for sample in samples], fetched.rows.columns))
             else:
@@ -98,19 +99,16 @@ class Assembly:
             columns = dict(collate(columns))
         return columns, self._count_targets(columns, torch.from_numpy(fetched.batch.is_padding.copy()))
 
-    def _samples(self, fetched: Fetched, manifest: Manifest) -> list[Any]:
+    def _samples(self, fetched: Fetched, plan: AnyPlan) -> list[Any]:
         samples: list[Any] = rows_to_samples(fetched.rows)
-        ids = fetched.sample_ids
-        shards = manifest.shard_of_sample(ids)
-        epochs = fetched.batch.epoch + fetched.batch.positions // max(manifest.num_samples, 1)
-        rows = ids - manifest.first_sample[shards]
-        places = zip(ids.tolist(), epochs.tolist(), shards.tolist(), rows.tolist(), strict=True)
-        for number, (sample_id, epoch, shard, row) in enumerate(places):
-            url = manifest.url(shard)
-            seed = key64(self.seed, epoch, "sample", sample_id)
-            samples[number].update({"__id__": sample_id, "__seed__": seed, "__url__": url})
+        found = origins(plan, fetched.batch.epoch, fetched.batch.positions, fetched.sample_ids)
+        for number, origin in enumerate(found):
+            sample = samples[number]
+            sample.update({"__id__": origin.sample_id, "__seed__": origin.seed, "__url__": origin.url})
+            if origin.source is not None:
+                sample["__source__"] = origin.source
             if self.transform is not None:
-                samples[number] = self._transformed(samples[number], url, row, sample_id)
+                samples[number] = self._transformed(sample, origin.url, origin.row, origin.sample_id)
         return samples
 
     def _transformed(self, sample: Sample, url: str, row: int, sample_id: int) -> Any:

@@ -19,134 +19,12 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
+from shardstream.torch.parcel import Parcel, pack, unpack
+from shardstream.torch.ragged import Device, each_tensor, pinned
+
 Touch: TypeAlias = Callable[[], None]
-Device: TypeAlias = torch.device | str | int
-
-
-@dataclass(frozen=True, eq=False)
-class Ragged:
-    """Lists of numbers of varying length: all values in one tensor, and where each row begins.
-
-    Attributes:
-        values: ``[sum of lengths]``, any dtype.
-        offsets: ``int64[b + 1]``; row i is ``values[offsets[i] : offsets[i + 1]]``.
-        is_null: ``bool[b]``, True where the row has no value (its length is 0), or None if all have one.
-
-    Example:
-        >>> ragged = Ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 2, 3]))
-        >>> ragged.tolist()
-        [[1, 2], [], [3]]
-        >>> ragged.padded(value=-1)
-        tensor([[ 1,  2],
-                [-1, -1],
-                [ 3, -1]])
-    """
-
-    values: Tensor
-    offsets: Tensor
-    is_null: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.offsets.dtype != torch.int64 or self.offsets.ndim != 1 or len(self.offsets) == 0:
-            raise ValueError(f"offsets must be int64[b + 1], found {self.offsets.dtype}{list(self.offsets.shape)}")
-
-    def __len__(self) -> int:
-        return len(self.offsets) - 1
-
-    def __getitem__(self, index: int) -> Tensor | None:
-        """Returns row ``index`` as a view of ``values``; None where the row is null."""
-        row = range(len(self))[index]
-        if self.is_null is not None and bool(self.is_null[row]):
-            return None
-        return self.values[int(self.offsets[row]) : int(self.offsets[row + 1])]
-
-    def __iter__(self) -> Iterator[Tensor | None]:
-        return (self[row] for row in range(len(self)))
-
-    def __repr__(self) -> str:
-        return f"Ragged({len(self)} rows, {len(self.values)} values, {self.values.dtype})"
-
-    @property
-    def lengths(self) -> Tensor:
-        """``int64[b]``: the number of values of each row; 0 for null rows."""
-        return self.offsets[1:] - self.offsets[:-1]
-
-    def padded(self, value: float = 0, length: int | None = None, side: str = "right") -> Tensor:
-        """Returns the rows as one tensor.
-
-        Args:
-            value: Fills what the rows do not.
-            length: Width of the result; default the longest row. Longer rows keep their first ``length`` values.
-            side: Where the filling goes, "right" or "left".
-
-        Returns:
-            ``[b, length]`` of the dtype of ``values``.
-
-        Example:
-            >>> Ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])).padded(length=3, side="left")
-            tensor([[0, 1, 2],
-                    [0, 0, 3]])
-        """
-        width = self._width(length)
-        if width == 0 or len(self.values) == 0:
-            return torch.full((len(self), width), value, dtype=self.values.dtype, device=self.values.device)
-        filled = self.filled_mask(width, side)
-        column = torch.arange(width, device=self.offsets.device).expand(len(self), width)
-        if side == "left":
-            column = column - (width - self.lengths.clamp(max=width))[:, None]
-        source = (self.offsets[:-1, None] + column).clamp(0, len(self.values) - 1)
-        # torch.where and not masked assignment: the latter does not know unsigned dtypes.
-        filling = torch.full((), value, dtype=self.values.dtype, device=self.values.device)
-        return torch.where(filled, self.values[source], filling)
-
-    def filled_mask(self, length: int | None = None, side: str = "right") -> Tensor:
-        """Returns ``bool[b, length]``: True where ``padded`` with the same arguments holds a value of the row.
-
-        Raises:
-            ValueError: ``side`` is neither "right" nor "left".
-
-        Example:
-            >>> Ragged(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])).filled_mask()
-            tensor([[ True,  True],
-                    [ True, False]])
-        """
-        if side not in ("right", "left"):
-            raise ValueError(f"side must be 'right' or 'left', found {side!r}")
-        width = self._width(length)
-        column = torch.arange(width, device=self.offsets.device)
-        return (column if side == "right" else width - 1 - column) < self.lengths[:, None]
-
-    def _width(self, length: int | None) -> int:
-        if length is not None:
-            return length
-        return int(self.lengths.max()) if len(self) else 0
-
-    def nested(self) -> Tensor:
-        """Returns a ``torch.nested`` tensor (jagged layout) over the same memory; null rows are empty there."""
-        return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
-
-    def tolist(self) -> list[list[Any] | None]:
-        """Returns the rows as Python lists; None where the row is null."""
-        return [None if row is None else row.tolist() for row in self]
-
-    def to(
-        self, device: Device | None = None, dtype: torch.dtype | None = None, *, non_blocking: bool = False
-    ) -> Ragged:
-        """Returns it on another device; ``dtype`` converts ``values`` only."""
-        return Ragged(
-            self.values.to(device=device, dtype=dtype, non_blocking=non_blocking),
-            self.offsets.to(device=device, non_blocking=non_blocking),
-            None if self.is_null is None else self.is_null.to(device=device, non_blocking=non_blocking),
-        )
-
-    def pin_memory(self) -> Ragged:
-        """Returns it in page-locked memory; itself where there is no accelerator."""
-        return Ragged(
-            _pinned(self.values), _pinned(self.offsets), None if self.is_null is None else _pinned(self.is_null)
-        )
 
 
 @dataclass(frozen=True)
@@ -209,8 +87,11 @@ class Batch:
         valid_tokens: Head name → ``int64[b]``, targets of each sample that count; 0 for padding rows.
         place: Position, cursor and window of the batch.
         origin_token: Number of the dataset it came from (see ``register_receiver``), or None.
+        source_index: ``int64[b]``, of a mixture: which of ``source_names`` each sample is of; else None.
+        source_names: Names of a mixture's sources, sorted.
 
     Example:
+        >>> import torch
         >>> place = Place(position=8, cursor=None, window_index=2, micro_index=0, is_last_in_window=True)
         >>> ids, padding = torch.tensor([5, 3]), torch.tensor([False, True])
         >>> batch = Batch({"x": torch.ones(2)}, sample_ids=ids, is_padding=padding, valid_tokens={}, place=place)
@@ -218,7 +99,10 @@ class Batch:
         (2, 8, {'x': tensor([1., 1.])})
     """
 
-    __slots__ = ("_columns", "_on_touch", "_sample_ids", "is_padding", "origin_token", "place", "valid_tokens")
+    __slots__ = (
+        *("_columns", "_on_touch", "_sample_ids", "is_padding", "origin_token", "place", "valid_tokens"),
+        *("source_index", "source_names"),
+    )
 
     def __init__(
         self,
@@ -229,6 +113,8 @@ class Batch:
         valid_tokens: Mapping[str, Tensor],
         place: Place,
         origin_token: int | None = None,
+        source_index: Tensor | None = None,
+        source_names: tuple[str, ...] = (),
     ) -> None:
         self._columns = dict(columns)
         self._sample_ids = sample_ids
@@ -236,6 +122,7 @@ class Batch:
         self.valid_tokens = dict(valid_tokens)
         self.place = place
         self.origin_token = origin_token
+        self.source_index, self.source_names = source_index, source_names
         self._on_touch: Touch | None = None
 
     def __len__(self) -> int:
@@ -321,14 +208,14 @@ class Batch:
 
         A DataLoader's own thread calls it, so it does not count as a touch.
         """
-        return self._mapped(_pinned)
+        return self._mapped(pinned)
 
     def replace(self, columns: Mapping[str, Any]) -> Batch:
         """Returns the batch with other columns and everything else kept."""
         return self._rebuilt(columns, self.is_padding)
 
     def _mapped(self, function: Callable[[Any], Any]) -> Batch:
-        return self._rebuilt(_each(self._columns, function), function(self.is_padding))
+        return self._rebuilt(each_tensor(self._columns, function), function(self.is_padding))
 
     def _rebuilt(self, columns: Mapping[str, Any], is_padding: Tensor) -> Batch:
         batch = Batch(
@@ -338,6 +225,8 @@ class Batch:
             valid_tokens=self.valid_tokens,
             place=self.place,
             origin_token=self.origin_token,
+            source_index=self.source_index,
+            source_names=self.source_names,
         )
         # Handed on, not copied: of a batch and its pinned or replaced successor one touch is enough.
         batch._on_touch, self._on_touch = self._on_touch, None
@@ -358,9 +247,9 @@ class Batch:
             setattr(self, name, value)
 
 
-def _receive(state: dict[str, Any]) -> Batch:
+def _receive(parcel: Parcel) -> Batch:
     batch = Batch.__new__(Batch)
-    batch.__setstate__(state)
+    batch.__setstate__(unpack(parcel))
     receiver = None if batch.origin_token is None else ARRIVALS.get(batch.origin_token)
     if receiver is not None:
         receiver.arrived(batch)
@@ -369,20 +258,4 @@ def _receive(state: dict[str, Any]) -> Batch:
 
 # Registered for the pickler of queues and pipes alone: a copy of an old batch, or one read from a file, must not count
 # as consumed now.
-ForkingPickler.register(Batch, lambda batch: (_receive, (batch.__getstate__(),)))
-
-
-def _each(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies ``function`` to every tensor and Ragged in plain dicts, lists and tuples; leaves the rest alone."""
-    if isinstance(value, Tensor | Ragged):
-        return function(value)
-    if type(value) is dict:
-        return {key: _each(entry, function) for key, entry in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_each(entry, function) for entry in value)
-    return value
-
-
-def _pinned(value: Any) -> Any:
-    # A tensor's own method raises where there is no accelerator, and a batch must work the same there.
-    return value.pin_memory() if torch.accelerator.is_available() else value
+ForkingPickler.register(Batch, lambda batch: (_receive, (pack(batch.__getstate__()),)))

@@ -6,19 +6,21 @@ what makes batches of 32 cheap. The batches of a bundle are views of its memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice, pairwise
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch._utils import ExceptionWrapper
 
 from shardstream.cursor import Cursor
-from shardstream.torch.batch import Batch, Place, Ragged
+from shardstream.torch.batch import Batch, Place
 from shardstream.torch.parcel import Parcel, pack, unpack
+from shardstream.torch.ragged import Ragged, each_tensor, pinned
 
 
 class Mark(NamedTuple):
@@ -47,6 +49,8 @@ class Bundle:
         identity: A cursor of the plan.
         pass_start: See ``Place``.
         origin_token: See ``Batch``.
+        source_index: See ``Batch``: int64[n], or None.
+        source_names: See ``Batch``.
     """
 
     columns: Mapping[str, Any]
@@ -57,6 +61,8 @@ class Bundle:
     identity: Cursor
     pass_start: tuple[int, ...]
     origin_token: int | None
+    source_index: Tensor | None = None
+    source_names: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Batch]:
         """Cuts it into its micro-batches."""
@@ -64,6 +70,8 @@ class Bundle:
         columns = {name: _split(column, sizes) for name, column in self.columns.items()}
         valid = {head: torch.split_with_sizes(counts, sizes) for head, counts in self.valid_tokens.items()}
         ids, padding = torch.split_with_sizes(self.sample_ids, sizes), torch.split_with_sizes(self.is_padding, sizes)
+        source = self.source_index
+        sources = [None] * len(sizes) if source is None else torch.split_with_sizes(source, sizes)
         for number, mark in enumerate(self.marks):
             yield Batch(
                 {name: column[number] for name, column in columns.items()},
@@ -72,13 +80,80 @@ class Bundle:
                 valid_tokens={head: counts[number] for head, counts in valid.items()},
                 place=place_of(mark, self.identity, self.pass_start),
                 origin_token=self.origin_token,
+                source_index=sources[number],
+                source_names=self.source_names,
             )
 
+    def pin_memory(self) -> Bundle:
+        """Returns it in page-locked memory; a DataLoader's own thread calls it."""
+        return replace(self, columns=each_tensor(dict(self.columns), pinned), is_padding=pinned(self.is_padding))
+
     def __getstate__(self) -> Parcel:
-        return pack(self.__dict__)
+        return pack(dict(self.__dict__))
 
     def __setstate__(self, parcel: Parcel) -> None:
         self.__dict__.update(unpack(parcel))
+
+
+class SingleBatches:
+    """Micro-batches that code of the user's made one by one, to be sent together.
+
+    Args:
+        batches: Yields them.
+    """
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches: list[Batch] = []
+        self._error: ExceptionWrapper | None = None
+        try:
+            for batch in batches:
+                self._batches.append(batch)
+        except Exception:  # noqa: BLE001 - raised where it belongs: behind the batches before it
+            self._error = ExceptionWrapper(where="in a DataLoader worker process")  # type: ignore[no-untyped-call]
+
+    def batches(self) -> Iterator[Batch]:
+        """Yields the batches, and raises what came up behind them."""
+        yield from self._batches
+        if self._error is not None:
+            self._error.reraise()  # type: ignore[no-untyped-call]
+
+    def pin_memory(self) -> SingleBatches:
+        """Returns it in page-locked memory; a DataLoader's own thread calls it."""
+        self._batches = [batch.pin_memory() for batch in self._batches]
+        return self
+
+    def __getstate__(self) -> tuple[Parcel, ExceptionWrapper | None]:
+        return pack([batch.__getstate__() for batch in self._batches]), self._error
+
+    def __setstate__(self, state: tuple[Parcel, ExceptionWrapper | None]) -> None:
+        parcel, self._error = state
+        self._batches = []
+        for batch_state in unpack(parcel):
+            batch = Batch.__new__(Batch)
+            batch.__setstate__(batch_state)
+            self._batches.append(batch)
+
+
+Bundles: TypeAlias = Iterator[Bundle | SingleBatches]
+
+
+def in_turn(bundles: Bundles, num_workers: int) -> Generator[Batch, None, None]:
+    """Yields a rank's micro-batches in their order: the i-th is the next one of worker ``i % num_workers``.
+
+    Args:
+        bundles: From the workers in turn. Those of one round hold equally many micro-batches, but for the last round.
+        num_workers: Number of workers.
+    """
+    for first in bundles:
+        round_: list[Iterator[Batch]] = []
+        for bundle in chain([first], islice(bundles, num_workers - 1)):
+            round_.append(bundle.batches())
+            yield next(round_[-1])
+        for batches in cycle(round_):
+            batch = next(batches, None)
+            if batch is None:
+                break
+            yield batch
 
 
 def place_of(mark: Mark, identity: Cursor, pass_start: tuple[int, ...]) -> Place:

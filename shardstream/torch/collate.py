@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardstream.columns import Column, Dense, Rows, Slices, python_values
 from shardstream.errors import DecodeError, PlanError
-from shardstream.torch.batch import Ragged
+from shardstream.torch.ragged import Ragged
 
 TorchColumn: TypeAlias = Tensor | Ragged | list[Any]
 Numbers: TypeAlias = npt.NDArray[Any]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -15,13 +14,16 @@ from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError
 from shardstream.fetch import Reading, ReadStats
 from shardstream.manifest import Manifest
+from shardstream.mixing import Mixture
+from shardstream.mixture_layout import shared_columns
+from shardstream.mixture_plan import AnyPlan
 from shardstream.order import Shuffle
 from shardstream.packing import Packed, Packing, PackingMode
-from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
+from shardstream.torch.mixed import plan_maker, source_heads
 from shardstream.torch.packed import constant_targets, packed_assembly, packing_of
-from shardstream.torch.passes import Pass, Source, Worker
+from shardstream.torch.passes import Pass, Source, Worker, bundles
 from shardstream.torch.start import SharedStart
 from shardstream.torch.topology import Topology, resolve_topology
 
@@ -34,17 +36,20 @@ class StreamingDataset(IterableDataset[Batch]):
     Every worker of every rank computes its share from the same plan; nothing is communicated. What a rank sees depends
     on neither the number of workers nor how they are started.
 
+    With a plain DataLoader a batch counts as consumed when the main process first touches its data. A pass to the end
+    is followed by the next epoch, one that was left is begun again. Call ``set_epoch`` between passes, not in one.
+
     Args:
-        manifest: A manifest, or where it lies.
+        manifest: A manifest, or where it lies; or a ``Mixture`` of several.
         batch_size: Samples of a micro-batch (one rank, one forward).
         global_batch: Samples of one optimizer step over all ranks; ``world size x batch_size x accumulate``.
         accumulate: Micro-batches of a rank in a step, as the other way to give the global batch.
         seed: The job's seed.
         shuffle: True, False, ``"full"`` or ``"torch"`` (see ``EpochOrder``).
         lanes: Blocks read side by side; chosen from the global batch by default.
-        tail: What happens to the last, partial window of an epoch: ``"pad"``, ``"drop"``, ``"uneven"``,
-            ``"continue"``, ``"repeat"`` or ``"truncate"``.
-        columns: Columns to read; None for all.
+        tail: What happens to the last, partial window of an epoch: ``"pad"`` (default), ``"drop"``, ``"uneven"``,
+            ``"continue"`` (the only one of a mixture), ``"repeat"`` or ``"truncate"``.
+        columns: Columns to read; None for all, of a mixture for all that its sources share.
         transform: Called with each sample (a dict with ``__id__``, ``__seed__`` and ``__url__``), returns a sample.
         collate: Called with the list of a micro-batch's samples, returns its columns as a dict. If it has an attribute
             ``takes_columns`` that is true (``pad_tokens`` has), it is called with the dict of collated columns instead.
@@ -57,7 +62,8 @@ class StreamingDataset(IterableDataset[Batch]):
         tokens_column: Column of token lists; the one that the manifest counted by default.
         eos_id: Token that is put after every document.
         packing: ``"whole"`` for documents that are not cut, or a ``Packing`` with all of it.
-        topology: Rank and world size; found in the process group or the launcher's variables by default.
+        topology: Rank and world size; found in the process group or the launcher's variables by default. A trainer that
+            splits the stream among ranks itself must be given all of it: ``Topology(rank=0, world_size=1)``.
         reading: Threads, look-ahead, storage options.
 
     Raises:
@@ -72,7 +78,7 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def __init__(  # noqa: PLR0913 - one option each; the design names them
         self,
-        manifest: ManifestLike,
+        manifest: ManifestLike | Mixture,
         *,
         batch_size: int,
         global_batch: int | None = None,
@@ -80,7 +86,7 @@ class StreamingDataset(IterableDataset[Batch]):
         seed: int = 0,
         shuffle: Shuffle = True,
         lanes: int | None = None,
-        tail: str = "pad",
+        tail: str | None = None,
         columns: Sequence[str] | None = None,
         transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         collate: Callable[[Any], Mapping[str, Any]] | None = None,
@@ -95,30 +101,36 @@ class StreamingDataset(IterableDataset[Batch]):
         reading: Reading | None = None,
     ) -> None:
         super().__init__()
-        self.manifest = manifest if isinstance(manifest, Manifest) else Manifest.load(manifest)
+        self.manifest = manifest if isinstance(manifest, (Manifest, Mixture)) else Manifest.load(manifest)
         self.columns = None if columns is None else tuple(columns)
         self.reading = reading or Reading()
         self.stats = ReadStats()
         self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index, seed)
-        packed = packing_of(packing, sequence_length, tokens_column, eos_id, self.manifest)
-        if packed is None:
-            self._assembly.check(self.manifest, self.columns)
-        else:
+        sources = self.manifest.manifests if isinstance(self.manifest, Mixture) else (self.manifest,)
+        asked = [packing_of(packing, sequence_length, tokens_column, eos_id, source) for source in sources]
+        if any(asked):
             self._assembly = packed_assembly(self._assembly, self.columns)
-        self._options: dict[str, Any] = {
-            "batch_size": batch_size,
-            "global_batch": global_batch,
-            "accumulate": accumulate,
-            "seed": seed,
-            "shuffle": shuffle,
-            "lanes": lanes,
-            "tail": tail,
-            "packing": None if packed is None else Packed.of(self.manifest, packed),
-        }
+        else:
+            if isinstance(self.manifest, Mixture):
+                self.columns = shared_columns(self.manifest, self.columns)
+            for source in sources:
+                self._assembly.check(source, self.columns)
+        self._make_plan = plan_maker(
+            self.manifest,
+            [None if how is None else Packed.of(source, how) for source, how in zip(sources, asked, strict=True)],
+            batch_size=batch_size,
+            global_batch=global_batch,
+            accumulate=accumulate,
+            seed=seed,
+            shuffle=shuffle,
+            lanes=lanes,
+            tail=tail,
+        )
         self._given_topology = self._topology = topology
-        self._plan: Plan | None = None
+        self._plan: AnyPlan | None = None
         self._start = SharedStart()
         self._loaded: Cursor | None = None
+        self._sends_bundles = False
         if topology is not None:
             _ = self.plan  # settings that do not fit are refused here, not in a worker
 
@@ -133,20 +145,30 @@ class StreamingDataset(IterableDataset[Batch]):
         return self._topology
 
     @property
-    def plan(self) -> Plan:
-        """The plan; its lanes are those of a loaded cursor, if there is one."""
+    def plan(self) -> AnyPlan:
+        """The plan; its lanes, and the past of a mixture, are those of a loaded cursor, if there is one."""
         world_size = self.topology.world_size
         if self._plan is None:
-            self._plan = Plan.make(self.manifest, world_size=world_size, **self._options)
-        lanes = self._start.read().lanes
-        if lanes and lanes != self._plan.lanes:
-            self._plan = replace(self._plan, lanes=lanes)
+            self._plan = self._make_plan(world_size=world_size)
+            if self._loaded is not None:
+                self._plan, _ = self._plan.resume(self._loaded)
+        self._plan = self._plan.with_pin(self._start.read().lanes)
         return self._plan
 
     @property
     def start(self) -> Cursor:
         """The cursor where the next pass begins."""
         return self.plan.cursor(*self._start.read()[:3])
+
+    @property
+    def heads(self) -> list[str]:
+        """Names of the heads whose targets are counted; those of a mixture's sources are beside them."""
+        return sorted(self._assembly.targets)
+
+    @property
+    def source_heads(self) -> list[str]:
+        """Names of the heads that count one source each, as ``lm/web``; empty without a mixture."""
+        return source_heads(self.heads, self.plan)
 
     @property
     def num_seeks(self) -> int:
@@ -160,13 +182,26 @@ class StreamingDataset(IterableDataset[Batch]):
             self._start.write(start.epoch, start.position, start.grid_start)
             yield
 
+    @contextmanager
+    def sending_bundles(self) -> Iterator[None]:
+        """Lets workers that are started inside send several micro-batches in one message, as ``Bundle``.
+
+        For ``StreamingLoader``, which cuts them apart; a plain DataLoader would hand them to its user.
+        """
+        self._sends_bundles = True
+        try:
+            yield
+        finally:
+            self._sends_bundles = False
+
     def consumed(self, place: Place) -> None:
         """Counts a batch as consumed: its pass begins again, or the next epoch if it was the pass's last batch."""
         self._start.consumed(place)
 
     def end_epoch(self, epoch: int) -> None:
-        """Lets the next pass be the epoch after ``epoch``."""
-        self._start.write(epoch + 1)
+        """Lets the next pass be the epoch after ``epoch``; a stream has none."""
+        if self.plan.tail != "continue":
+            self._start.write(epoch + 1)
 
     def constant_targets(self, place: Place) -> dict[str, int] | None:
         """Returns the targets of each head in the window of a batch, over all ranks, where nobody need count them."""
@@ -206,10 +241,12 @@ class StreamingDataset(IterableDataset[Batch]):
                 return
         if epoch < 0:
             raise PlanError("the epoch must not be negative", found=epoch)
+        if isinstance(self.manifest, Mixture):
+            _ = self.plan.cursor(epoch)  # it has one epoch
         self._start.seek(epoch)
 
     def _seek(self, cursor: Cursor) -> None:
-        self._start.seek(cursor.epoch, cursor.position, cursor.grid_start, cursor.lanes)
+        self._start.seek(cursor.epoch, cursor.position, cursor.grid_start, self.plan.pin)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -228,11 +265,11 @@ class StreamingDataset(IterableDataset[Batch]):
         Raises:
             CursorError: If it belongs to another manifest, seed, order, batch or tail; it lists the differences.
         """
-        _, cursor = self.plan.resume(Cursor.from_state_dict(state), allow_batch_change=allow_batch_change)
+        plan, cursor = self.plan.resume(Cursor.from_state_dict(state), allow_batch_change=allow_batch_change)
         if get_worker_info() is not None:
             return  # a StatefulDataLoader restores its workers through their iterators
-        self._loaded = cursor
-        self._seek(cursor)
+        self._loaded, self._plan = cursor, plan
+        self._start.seek(cursor.epoch, cursor.position, cursor.grid_start, plan.pin)
 
     def __getstate__(self) -> dict[str, Any]:
         _ = self.plan  # spawned workers see neither process group nor rank
@@ -260,15 +297,16 @@ class StreamingDataset(IterableDataset[Batch]):
         Raises:
             TypeError: If the tail is ``"continue"``, which has no end.
         """
-        if self.plan.tail == "continue":
+        if not self.plan.has_end:
             raise TypeError("a dataset with tail='continue' has no length: it has no end")
-        return self.plan.epoch(start.epoch, start.position).deal.num_micro_batches(self.topology.rank)
+        return self.plan.num_micro_batches(self.topology.rank, start)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         if info is None:
             return Pass(self._source, Worker(0, 1))
-        return Pass(self._source, Worker(info.id, info.num_workers, self._start.begin(info.seed - info.id)))
+        worker = Worker(info.id, info.num_workers, self._start.begin(info.seed - info.id))
+        return bundles(self._source, worker) if self._sends_bundles else Pass(self._source, worker)
 
     def _source(self) -> Source:
         plan = self.plan

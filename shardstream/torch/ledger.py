@@ -98,7 +98,7 @@ class Ledger:
         if not isinstance(dataset, StreamingDataset):
             raise PlanError("a ledger is of a StreamingDataset or a loader over one", found=type(data).__name__)
         self._dataset, topology = dataset, dataset.topology
-        if check and dataset.plan.tail == "uneven" and topology.world_size > 1:
+        if check and self._plan.tail == "uneven" and topology.world_size > 1:
             hint = "use tail='pad', which gives the same gradients; or check=False, and only log"
             raise PlanError("with tail='uneven' ranks do different things at the end on purpose", hint=hint)
         sums = None
@@ -122,7 +122,10 @@ class Ledger:
 
     @property
     def _plan(self) -> Plan:
-        return self._dataset.plan  # its lanes are those of the cursor that is loaded last
+        plan = self._dataset.plan  # its lanes are those of the cursor that is loaded last
+        if not isinstance(plan, Plan):
+            raise PlanError("a ledger is of one manifest, and this is a mixture", hint="log without a ledger")
+        return plan
 
     @property
     def attempt(self) -> int:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError
 from shardstream.torch.batch import Batch, Place
+from shardstream.torch.bundle import in_turn
 from shardstream.torch.dataset import StreamingDataset
 
 OnBreak: TypeAlias = Literal["restart", "continue", "next"]
@@ -66,8 +67,10 @@ class StreamingLoader(DataLoader[Batch]):
         start = self._next_start()
         if self.on_break == "restart" and left is not None and left.is_broken:
             self._refuse_second(left)
-        with dataset.begin_at(start):
-            batches = super().__iter__()
+        with dataset.begin_at(start), dataset.sending_bundles():
+            batches: Iterator[Any] = super().__iter__()
+        if self.num_workers:
+            batches = in_turn(batches, self.num_workers)
         begun = _LoaderPass(self, batches, start, dataset.num_seeks)
         self._progress = begun.progress
         return begun
@@ -173,6 +176,7 @@ class _LoaderPass(Iterator[Batch]):
         self._loader, self._batches = loader, batches
         self.progress = _Progress(start, num_seeks, weakref.ref(self))
         self._is_held_back = False
+        self._error: Exception | None = None
 
     def __next__(self) -> Batch:
         loader, progress = self._loader, self.progress
@@ -181,11 +185,16 @@ class _LoaderPass(Iterator[Batch]):
                 "this pass ended when the loader was iterated again: its workers are at work for the new pass",
                 hint="for two passes side by side use persistent_workers=False, or two loaders",
             )
+        if self._error is not None:
+            raise self._error  # a loop that swallowed it must not take what is missing for the end of the epoch
         try:
             batch = next(self._batches)
         except StopIteration:
             if not self._is_held_back:
                 self.finish()
+            raise
+        except Exception as error:
+            self._error = error
             raise
         batch._on_touch = None  # noqa: SLF001 - the loader knows what it hands out, no touch need tell
         if not self._is_held_back:

@@ -9,9 +9,9 @@ import numpy as np
 
 from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
+from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.packed_layout import COLUMNS
 from shardstream.packing import Packing, PackingMode
-from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Place
 
@@ -84,7 +84,7 @@ def packed_assembly(assembly: Assembly, columns: Sequence[str] | None) -> Assemb
     return made
 
 
-def constant_targets(plan: Plan, assembly: Assembly, place: Place) -> dict[str, int] | None:
+def constant_targets(plan: AnyPlan, assembly: Assembly, place: Place) -> dict[str, int] | None:
     """Returns the targets of each head in a window over all ranks where they follow from positions alone.
 
     Without masks every token but the line's first is a target, so that a window of G sequences has G x T, but for what
@@ -100,7 +100,7 @@ def constant_targets(plan: Plan, assembly: Assembly, place: Place) -> dict[str, 
     """
     packed = plan.packed
     is_plain = assembly.collate is None and set(assembly.targets.values()) <= {LABELS}
-    if packed is None or not packed.packing.has_constant_targets or not is_plain:
+    if packed is None or isinstance(plan, MixturePlan) or not packed.packing.has_constant_targets or not is_plain:
         return None
     first_epoch, first_position, *_ = place.pass_start
     begin = first_epoch * plan.num_positions + first_position + place.window_index * plan.global_batch

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardstream.torch.batch import Ragged
+from shardstream.torch.ragged import Ragged
 
 _ALIGNED = 16  # of the largest dtype, complex128
 

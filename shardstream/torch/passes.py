@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ import torch
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, DecodeError, TopologyError
 from shardstream.fetch import Fetched, Gathered, Reading, ReadStats, fetch
-from shardstream.layout import Layout, RowsLayout
-from shardstream.packed_layout import PackedLayout
-from shardstream.plan import Plan, PlannedBatch
+from shardstream.mixture_layout import layout_of
+from shardstream.mixture_plan import AnyPlan, MixturePlan
+from shardstream.plan import PlannedBatch
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch
-from shardstream.torch.bundle import Bundle, Mark, place_of
+from shardstream.torch.bundle import Bundle, Bundles, Mark, SingleBatches, place_of
+from shardstream.torch.mixed import by_source, source_names, without_source
 from shardstream.torch.start import PassId, SharedStart
 
 
@@ -36,7 +38,7 @@ class Source:
         stats: Is counted up.
     """
 
-    plan: Plan
+    plan: AnyPlan
     rank: int
     start: SharedStart
     assembly: Assembly
@@ -47,7 +49,7 @@ class Source:
 
 class _Begun(NamedTuple):
     source: Source
-    plan: Plan
+    plan: AnyPlan
     origin: Cursor
 
 
@@ -84,7 +86,7 @@ class Pass(Iterator[Batch]):
         if self._error is not None:
             raise self._error  # a loop that swallowed it must not take what is missing for the end of the epoch
         if self._batches is None:
-            self._batches = _read(self._begin(), self._worker, self._next_index)
+            self._batches = _read(self.begin(), self._worker, self._next_index)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -95,11 +97,11 @@ class Pass(Iterator[Batch]):
             raise
         self._next_index += self._worker.num_workers
         if self._worker.is_main:
-            self._begin().source.start.arrived(batch)
+            self.begin().source.start.arrived(batch)
         return batch
 
     def _end(self) -> None:
-        source, _, origin = self._begin()
+        source, _, origin = self.begin()
         if self._worker.is_main and self._next_index == self._worker.worker_index and origin.tail != "continue":
             source.start.write(origin.epoch + 1)  # no batch of this pass will say so
 
@@ -108,13 +110,14 @@ class Pass(Iterator[Batch]):
         if self._batches is not None:
             self._batches.close()
 
-    def _begin(self) -> _Begun:
+    def begin(self) -> _Begun:
+        """Finds out where the pass begins; the same from then on."""
         if self._begun is None:
             source = self._source()
             if not self._worker.is_main:
                 _check_home(source.start)
             start = source.start.read(self._worker.pass_id)
-            plan = replace(source.plan, lanes=start.lanes) if start.lanes else source.plan
+            plan = source.plan.with_pin(start.lanes)
             self._begun = _Begun(source, plan, plan.cursor(*start[:3]))
         return self._begun
 
@@ -122,7 +125,7 @@ class Pass(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this worker's state: where the pass began, and the worker's own next micro-batch."""
-        source, plan, origin = self._begin()
+        source, plan, origin = self.begin()
         return {
             "origin": origin.state_dict(),
             "num_workers": self._worker.num_workers,
@@ -159,9 +162,25 @@ class Pass(Iterator[Batch]):
         self._begun, self._next_index, self._batches = _Begun(source, plan, origin), int(state["next_index"]), None
 
 
+def bundles(source: Callable[[], Source], worker: Worker) -> Bundles:
+    """Yields the micro-batches of one worker in bundles, for a loader that cuts them apart when they arrive."""
+    begun = Pass(source, worker).begin()
+    make = _BatchMaker(begun, worker.pass_id)
+    with closing(_gathers(begun, worker, worker.worker_index)) as gathers:
+        for gathered in gathers:
+            yield make.bundle(gathered) or SingleBatches(make.batches(gathered))
+
+
 def _read(begun: _Begun, worker: Worker, first_index: int) -> Generator[Batch, None, None]:
     # Not a method: a generator that refers to its pass would be closed not when a loop is left, but some time later, by
     # the garbage collector.
+    make = _BatchMaker(begun, worker.pass_id)
+    with closing(_gathers(begun, worker, first_index)) as gathers:
+        for gathered in gathers:
+            yield from make.batches(gathered)
+
+
+def _gathers(begun: _Begun, worker: Worker, first_index: int) -> Generator[Gathered, None, None]:
     source, plan, origin = begun
     planned = plan.micro_batches(
         source.rank, origin, worker=worker.worker_index, num_workers=worker.num_workers, first_index=first_index
@@ -169,21 +188,13 @@ def _read(begun: _Begun, worker: Worker, first_index: int) -> Generator[Batch, N
     reading = source.reading
     if not worker.is_main and reading.num_threads is None:
         reading = replace(reading, num_threads=1)  # workers are the parallelism there
-    make = _BatchMaker(begun, worker.pass_id)
-    layout: Layout = RowsLayout(plan, source.columns)
-    if plan.packed is not None:
-        layout = PackedLayout(plan, source.assembly.ignore_index, source.columns)
-    fetched = fetch(plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=worker.num_workers)
-    try:
-        for gathered in fetched:
-            yield from make.batches(gathered)
-    finally:
-        fetched.close()
+    layout = layout_of(plan, source.columns, source.assembly.ignore_index)
+    return fetch(plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=worker.num_workers)
 
 
-def _num_micro_batches(rank: int, plan: Plan, origin: Cursor) -> int | None:
+def _num_micro_batches(rank: int, plan: AnyPlan, origin: Cursor) -> int | None:
     """Micro-batches to the end of the epoch; None if the epoch goes on for others when this rank is through."""
-    if plan.tail == "continue":
+    if isinstance(plan, MixturePlan) or plan.tail == "continue":
         return None
     deal = plan.epoch(origin.epoch, origin.position).deal
     num_micro_batches = deal.num_micro_batches(rank)
@@ -207,27 +218,30 @@ class _BatchMaker:
 
     def __init__(self, begun: _Begun, pass_id: PassId) -> None:
         source, self._plan, origin = begun
-        self._assembly, self._token = source.assembly, source.start.token
-        self._pass_start = (origin.epoch, origin.position, origin.grid_start, self._plan.lanes, *pass_id)
+        self._assembly, self._token, self._names = source.assembly, source.start.token, source_names(self._plan)
+        self._pass_start = (origin.epoch, origin.position, origin.grid_start, self._plan.pin, *pass_id)
 
     def bundle(self, gathered: Gathered) -> Bundle | None:
         """Makes the batches of a gather together; None if they must be made one by one."""
         if self._assembly.is_per_batch:
             return None
         is_padding = torch.from_numpy(np.concatenate([batch.is_padding for batch in gathered.batches]))
+        rows, source_index = without_source(gathered.rows)
         try:
-            columns, valid_tokens = self._assembly.whole(gathered.rows, is_padding)
+            columns, valid_tokens = self._assembly.whole(rows, is_padding)
         except DecodeError:
             return None  # it is of one of the batches: those before it must come through
         return Bundle(
             columns=columns,
             sample_ids=torch.from_numpy(gathered.sample_ids),
             is_padding=is_padding,
-            valid_tokens=valid_tokens,
+            valid_tokens=by_source(valid_tokens, source_index, self._names),
             marks=[self._mark(batch) for batch in gathered.batches],
             identity=self._plan.cursor(),
             pass_start=self._pass_start,
             origin_token=self._token,
+            source_index=source_index,
+            source_names=self._names,
         )
 
     def batches(self, gathered: Gathered) -> Iterator[Batch]:
@@ -236,14 +250,17 @@ class _BatchMaker:
         return map(self._batch, gathered.micro_batches()) if bundle is None else bundle.batches()
 
     def _batch(self, fetched: Fetched) -> Batch:
-        columns, valid_tokens = self._assembly.columns(fetched, self._plan.manifest)
+        rows, source_index = without_source(fetched.rows)
+        columns, valid_tokens = self._assembly.columns(fetched._replace(rows=rows), self._plan)
         return Batch(
             columns,
             sample_ids=torch.from_numpy(fetched.sample_ids),
             is_padding=torch.from_numpy(np.array(fetched.batch.is_padding)),
-            valid_tokens=valid_tokens,
+            valid_tokens=by_source(valid_tokens, source_index, self._names),
             place=place_of(self._mark(fetched.batch), self._plan.cursor(), self._pass_start),
             origin_token=self._token,
+            source_index=source_index,
+            source_names=self._names,
         )
 
     def _mark(self, planned: PlannedBatch) -> Mark:
@@ -254,6 +271,6 @@ class _BatchMaker:
             window=planned.window,
             micro=planned.micro,
             is_last_in_window=planned.is_last_in_window,
-            is_last_in_pass=planned.is_last_in_epoch and self._plan.tail != "continue",
+            is_last_in_pass=planned.is_last_in_epoch and self._plan.has_end,
             cursor=(cursor.epoch, cursor.position, cursor.grid_start),
         )

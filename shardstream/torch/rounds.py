@@ -18,7 +18,9 @@ from shardstream.rounds import RoundsLog, first_difference
 from shardstream.torch.counts import RankSums
 from shardstream.torch.meeting import agree
 
-_GRACE_S = 10.0  # until ranks that are there have said so, once another did not come
+# Until ranks that are there have said so, once another did not come. Where connections were closed, all notice at
+# once; otherwise each has a deadline of its own.
+_GRACE_S, _GRACE_WHEN_CLOSED_S = 10.0, 2.0
 _NUM_TAIL = 16
 
 
@@ -65,7 +67,9 @@ class Rounds:
             _, is_same = self._sums.issue([], self._text(events)).settle()
         except RuntimeError as error:
             waited_s = time.monotonic() - started
-            self._fail(self._who_is_missing(events), f"{str(error).splitlines()[0]} after {waited_s:.1f} s", error)
+            most_s = _GRACE_S if waited_s >= self._sums.timeout_s else _GRACE_WHEN_CLOSED_S
+            missing = self._who_is_missing(events, min(most_s, self._sums.timeout_s))
+            self._fail(missing, f"{str(error).splitlines()[0]} after {waited_s:.1f} s", error)
         if not is_same:
             self._fail(first_difference(self._gathered(events)) or "events of equal text", None, None)
 
@@ -126,11 +130,10 @@ class Rounds:
             self._fail("ranks differ, and one was gone before it could say in what", None, error)
         return dict(enumerate(said))
 
-    def _who_is_missing(self, events: Sequence[str]) -> str:
+    def _who_is_missing(self, events: Sequence[str], grace_s: float) -> str:
         """Asks through the store who is there; nobody needs to answer."""
         assert self._sums is not None  # noqa: S101 - narrows the type
         topic = f"round {self._number}"
-        grace_s = min(self._sums.timeout_s, _GRACE_S)
         try:
             found = agree(topic, list(events), _difference, group=self._sums.group, timeout_s=grace_s)
         except TopologyError as error:

@@ -67,6 +67,7 @@ class SharedStart:
         self._is_touched = False  # whether a batch of the pass under way was touched
         self._is_held = False
         self._begun = PassId()
+        self._written: tuple[int, ...] = ()
 
     def read(self, begun: PassId = PassId()) -> Start:  # noqa: B008 - frozen
         """Returns the start: of a worker's pass, or as it is now."""
@@ -92,7 +93,9 @@ class SharedStart:
 
     def _write(self, start: Start, before: Start, ended: PassId) -> None:
         self._first = start
-        self._words.copy_(torch.tensor([*start, *before, *ended]))
+        words = (*start, *before, *ended)
+        if words != self._written:  # most touches of batches change nothing
+            self._words.numpy()[:] = self._written = words
 
     def seek(self, epoch: int, position: int = 0, grid_start: int = 0, lanes: int | None = None) -> None:
         """Does what ``write`` does, on somebody's word: batches that arrived before no longer move the start."""
@@ -135,7 +138,10 @@ class SharedStart:
 
     def _move(self, place: Place) -> None:
         began, pass_id = Start(*place.pass_start[:4]), PassId(*place.pass_start[4:])
-        if place.is_last_in_pass:
+        if place.is_last_in_pass and place.cursor.tail == "continue":  # a stream that stops goes on where it stopped
+            following = began._replace(position=place.cursor.position, grid_start=place.cursor.grid_start)
+            self._write(following, began, pass_id)
+        elif place.is_last_in_pass:
             following = began._replace(epoch=max(place.cursor.epoch, began.epoch + 1), position=0, grid_start=0)
             self._write(following, began, pass_id)
         else:

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstream.errors import PlanError
-from shardstream.torch.batch import _each as each_tensor
 from shardstream.torch.counts import RankSums, WindowCounts
+from shardstream.torch.ragged import each_tensor
 
 
 class Stateful(Protocol):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from shardstream.errors import PlanError, TopologyError, listed, shown_url
+from shardstream.errors import PlanError, TopologyError, listed
 from shardstream.torch.dataset import StreamingDataset
 from shardstream.torch.loader import StreamingLoader
 from shardstream.torch.meeting import agree
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # What every rank must have alike, in the order in which differences are told.
 _SETTINGS = (
     "fingerprint", "seed", "epoch", "position", "grid_start", "shuffle", "lanes", "tail", "global_batch",
-    "batch_size", "accumulate", "packing", "columns", "heads",
+    "batch_size", "accumulate", "packing", "mixture", "columns", "heads",
 )  # fmt: skip
 
 
@@ -120,8 +120,7 @@ def _settings(dataset: StreamingDataset) -> dict[str, Any]:
     settings = {**dataset.start.state_dict(), "batch_size": plan.batch_size, "accumulate": plan.accumulate}
     settings["columns"] = None if dataset.columns is None else list(dataset.columns)
     settings["heads"] = sorted(dataset._assembly.targets)  # noqa: SLF001 - counts are summed in this order
-    path = plan.manifest.path
-    return {name: settings[name] for name in _SETTINGS} | {"manifest": None if path is None else shown_url(path)}
+    return {name: settings[name] for name in (*_SETTINGS, "manifest")}
 
 
 # ---------------------------------------------------------------------------------------------------------- comparing

@@ -46,7 +46,8 @@ def windows(
 
     Args:
         loader: A ``StreamingLoader``, a DataLoader over a ``StreamingDataset``, or anything that yields ``Batch``.
-        heads: The losses; default every head of the dataset's ``targets``.
+        heads: The losses; default every head of the dataset's ``targets``. Of a mixture, ``"lm/web"`` is the part of
+            head ``lm`` that is of source ``web``, with a denominator of its own.
         group: The data-parallel ranks; default all ranks.
         mesh: A device mesh, as the other way to say who is data-parallel.
         mesh_dim: The data-parallel dimension of the mesh; several (``("dp_replicate", "dp_shard")``) count as one.
@@ -82,8 +83,8 @@ def windows(
     dataset = getattr(loader, "dataset", loader)
     if isinstance(dataset, StreamingDataset):
         _check_dataset(dataset, sums, uneven)
-        known = sorted(dataset._assembly.targets)  # noqa: SLF001 - a rank without any batch must know them, too
-        heads = known if heads is None else _checked_heads(heads, known)
+        known = dataset.heads  # a rank without any batch must know them, too
+        heads = known if heads is None else _checked_heads(heads, [*known, *dataset.source_heads])
     return _Driver(loader, dataset, heads, sums, uneven, gradients, sync).windows()
 
 

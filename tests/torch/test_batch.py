@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from shardstream.torch.batch import ARRIVALS, Batch, Place, Ragged, register_receiver
+from shardstream.torch.batch import ARRIVALS, Batch, Place, register_receiver
+from shardstream.torch.ragged import Ragged
 
 
 def ragged_of(rows, dtype=torch.int64):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardstream.columns import Dense, Objects, Rows, Slices
 from shardstream.errors import DecodeError, PlanError
-from shardstream.torch.batch import Ragged
+from shardstream.torch.ragged import Ragged
 from shardstream.torch.collate import (
     collate_samples,
     columns_to_torch,
