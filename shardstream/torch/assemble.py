@@ -34,7 +34,6 @@ class Assembly:
         targets: Head name → label column, or a callable of the columns that returns int64[b].
         shifted: Whether label columns are shifted already.
         ignore_index: The label that does not count.
-        seed: The job's seed, for ``__seed__``.
     """
 
     transform: Callable[[Sample], Any] | None
@@ -42,7 +41,6 @@ class Assembly:
     targets: Mapping[str, Target]
     shifted: bool | None
     ignore_index: int
-    seed: int
 
     def check(self, manifest: Manifest, columns: Sequence[str] | None) -> None:
         """Refuses what can be known to fail before training.

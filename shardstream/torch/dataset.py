@@ -105,7 +105,7 @@ class StreamingDataset(IterableDataset[Batch]):
         self.columns = None if columns is None else tuple(columns)
         self.reading = reading or Reading()
         self.stats = ReadStats()
-        self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index, seed)
+        self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index)
         sources = self.manifest.manifests if isinstance(self.manifest, Mixture) else (self.manifest,)
         asked = [packing_of(packing, sequence_length, tokens_column, eos_id, source) for source in sources]
         if any(asked):
