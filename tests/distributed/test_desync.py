@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardstream.audit.ledger import check_ledger, step_events
+from shardstream.consumed import id_checksum
+from shardstream.plan import Plan
 from shardstream.rounds import read_rounds
 from shardstream.torch import StreamingDataset, StreamingLoader, pad_tokens
 from shardstream.torch.ledger import Ledger
@@ -83,6 +88,10 @@ class Healthy(Run):
         with ledger.collective("more ones", check=False):
             dist.all_reduce(numbers)
         assert numbers.tolist() == [4.0, 4.0]
+
+
+class WholeEpoch(Run):
+    num_windows = None
 
 
 class SkipsAWindow(Run):
@@ -215,6 +224,37 @@ def test_ranks_in_step_notice_nothing(manifest, tmp_path):
     assert first.has_ended
     assert second.has_ended
     assert first.desyncs == second.desyncs == ()
+
+
+def test_an_epoch_is_proved_and_audited(manifest, tmp_path):
+    """After an attempt in which ranks parted, and which took no wrong step."""
+    outcomes(SkipsAWindow, manifest, tmp_path)
+    assert not check_ledger(tmp_path, manifest).holds, "a run that ended like this is not a good one"
+    assert [error for error, *_ in outcomes(WholeEpoch, manifest, tmp_path)] == [None, None]
+    report = check_ledger(tmp_path, manifest)
+    assert report.holds, report.violations
+    assert "attempt 0: the run was ended there" in "".join(report.notes)
+    assert [(attempt.num_windows, attempt.num_discarded) for attempt in report.consumed.attempts] == [(0, 1), (9, 0)]
+    for rank in range(2):
+        lines = (tmp_path / f"rank-0000{rank}.attempt-0001.jsonl").read_text().splitlines()
+        (proved,) = (json.loads(line) for line in lines if '"epoch", "epoch"' in line)
+        assert (proved["num_samples"], proved["checksum"]) == (35, f"{id_checksum(range(35)):016x}")
+    step = step_events(tmp_path, manifest, 4)
+    assert {event.rank for event in step.events if event.event == "parameters moved"} == {0, 1}
+    held = [each for event in step.events for each in event.ids or ()]
+    assert sorted(held) == sorted(plan_of(manifest).sample_ids(0, np.arange(16, 20)).tolist())
+
+
+def test_the_audit_finds_rounds_that_differ(manifest, tmp_path):
+    outcomes(Healthy, manifest, tmp_path)
+    path = tmp_path / "rank-00001.attempt-0000.rounds.jsonl"
+    path.write_text(path.read_text().replace("collective 'ones'", "collective 'twos'", 1))
+    (violation,) = check_ledger(tmp_path, manifest).violations
+    assert re.search("is not the same on all ranks: .*rank 0: collective 'ones'; rank 1: collective 'twos'", violation)
+
+
+def plan_of(manifest):
+    return Plan.make(manifest, batch_size=2, world_size=2, seed=3)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
