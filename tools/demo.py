@@ -157,7 +157,7 @@ class Demo:
         Raises:
             LaunchError: If that does not hold, or not all epochs were finished.
         """
-        options = ["--consumed", str(self.run / "consumed"), "--json"]
+        options = ["--ledger", str(self.run / "ledger"), "--json"]
         report = json.loads(call(["-m", "shardstream", "audit", self.parquet, *options]))
         for attempt in report["attempts"]:
             counted = f"{attempt['num_windows']} steps count, {attempt['num_discarded']} were rolled back by the crash"
@@ -169,7 +169,7 @@ class Demo:
         if not report["holds"] or num_finished != self.config.num_epochs:
             raise LaunchError(f"{num_finished} of {self.config.num_epochs} epochs are finished; {report['verdict']}")
         print(f"\nVerdict: {report['verdict']}")
-        print(f"  again with: shardstream audit {_shown(self.parquet)} --consumed {_shown(self.run / 'consumed')}")
+        print(f"  again with: shardstream audit {_shown(self.parquet)} --ledger {_shown(self.run / 'ledger')}")
 
     def plot(self) -> None:
         """Draws the loss of all attempts."""

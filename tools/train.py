@@ -5,8 +5,8 @@
 Kill a rank: torchrun restarts all, and they resume from the newest checkpoint's cursor. Send SIGTERM: the window under
 way is finished and saved. Start it with another number of processes: the same global batches follow, dealt anew.
 
-The run folder gets ``checkpoints/``, ``metrics.jsonl`` (a line a step), ``consumed/`` (which documents each rank was
-trained on, for ``shardstream audit --consumed``) and ``pids/`` (the process of each rank).
+The run folder gets ``checkpoints/``, ``metrics.jsonl`` (a line a step), ``ledger/`` (which documents each rank was
+trained on, and what all did together, for ``shardstream audit --ledger``) and ``pids/`` (the process of each rank).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.nn.utils import clip_grad_norm_
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script: our folder is found from the root
 
-from shardstream.consumed import ConsumedLog
 from shardstream.errors import PlanError, ShardStreamError
 from shardstream.torch import Window, init_process_group, verify_ranks, windows
+from shardstream.torch.ledger import Ledger
 from shardstream.torch.topology import topology_from_environ
 from tools.training.config import Config, ConfigError, load_config
 from tools.training.job import Job
@@ -48,22 +48,20 @@ class Stop:
         self.is_asked = True
 
 
-def train(job: Job, stop: Stop) -> None:
+def train(job: Job, ledger: Ledger, stop: Stop) -> None:
     """Trains to the end of the run's last epoch, or until any rank is asked to stop, and saves where that is."""
     config, run = job.config, job.config.run
-    with (
-        job.consumed_log() as consumed,
-        (run / "metrics.jsonl").open("a", buffering=1) as metrics,
-    ):
+    with ledger, (run / "metrics.jsonl").open("a", buffering=1) as metrics:
         for _ in range(job.cursor.epoch, config.num_epochs):
-            for wait_s, window in timed(windows(job.loader, heads=("lm",), timeout_s=config.timeout_s)):
+            driven = windows(job.loader, heads=("lm",), timeout_s=config.timeout_s)
+            for wait_s, window in timed(ledger.watch(driven)):
                 begin_s, epoch = time.monotonic(), job.cursor.epoch
                 loss_sum = train_window(job, window)
-                log_window(consumed, epoch, window)
                 job.step, job.cursor = job.step + 1, window.cursor
                 # One small sum over ranks: the loss for the metrics, and whether any rank was asked to stop.
                 totals = torch.stack([loss_sum.cpu(), torch.tensor(float(stop.is_asked), dtype=torch.float64)])
-                dist.all_reduce(totals)
+                with ledger.collective("loss and stop", check=False):
+                    dist.all_reduce(totals)
                 num_targets = window.targets["lm"]
                 if job.topology.rank == 0:
                     line = {
@@ -106,20 +104,6 @@ def train_window(job: Job, window: Window) -> torch.Tensor:
     return loss_sum
 
 
-def log_window(consumed: ConsumedLog, epoch: int, window: Window) -> None:
-    """Logs which documents this rank has just been trained on, and how many targets they hold."""
-    is_padding = torch.cat([batch.is_padding for batch in window.batches])
-    ids = torch.cat([batch.sample_ids for batch in window.batches])[~is_padding]
-    own_targets = sum(int(batch.valid_tokens["lm"].sum()) for batch in window.batches)
-    consumed.window(
-        epoch=epoch,
-        position=window.position,
-        ids=ids.numpy(),
-        num_padding=int(is_padding.sum()),
-        targets={"lm": (window.targets["lm"], own_targets)},
-    )
-
-
 def timed(windows: Iterable[Window]) -> Iterator[tuple[float, Window]]:
     """Yields each window with the seconds that it was waited for."""
     begin_s = time.monotonic()
@@ -138,11 +122,12 @@ def run_rank(config: Config, stop: Stop) -> None:
     (pids / f"rank-{topology.rank}").write_text(str(os.getpid()))
     job = Job.start(config, topology)
     resumed = job.resume()
+    ledger = job.open_ledger()
     verify_ranks(job.loader, timeout_s=config.timeout_s)
     if topology.rank == 0:
         how = f"resumes at step {job.step}, epoch {job.cursor.epoch}" if resumed else "begins"
         print(f"{config.run}: attempt {job.attempt} on {topology.world_size} ranks {how}", flush=True)
-    train(job, stop)
+    train(job, ledger, stop)
     dist.barrier()  # nobody takes the connections down while others use them
     dist.destroy_process_group()
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstream.audit.ledger import check_ledger, step_events
 from shardstream.consumed import id_checksum
 from shardstream.plan import Plan
 from shardstream.rounds import read_rounds
-from shardstream.torch import StreamingDataset, StreamingLoader, pad_tokens
+from shardstream.torch import StreamingDataset, StreamingLoader, pad_tokens, resolve_topology
 from shardstream.torch.ledger import Ledger
 from shardstream.torch.windows import windows
 from tests.support.corpora import parquet_manifest
@@ -191,6 +194,28 @@ class HasBuffers(SkipsAWindow):
         window.loss(lm=sums).backward()
 
 
+class Sharded(SkipsAWindow):
+    """FSDP gathers parameters in the forward."""
+
+    def __init__(self, rank):
+        super().__init__(rank)
+        self.model = self.wrapped = TokenModel()
+        fully_shard(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+
+class ShardedSkipsABackward(Sharded):
+    accumulate = 2
+
+    def skips_window(self, number):
+        return False
+
+    def micro_batch(self, ledger, window, micro, number):
+        loss = window.loss(lm=token_loss(self.wrapped, micro))
+        if not (self.rank == 1 and number == 1 and micro.micro_index == 0):
+            loss.backward()
+
+
 def outcome(rank, scenario, manifest, folder):
     run, begin_s = scenario(rank), time.monotonic()
     try:
@@ -198,7 +223,7 @@ def outcome(rank, scenario, manifest, folder):
         error = None
     except Exception as caught:  # noqa: BLE001 - compared below
         error = f"{type(caught).__name__}: {caught}"
-    parameters = [parameter.detach().clone() for parameter in run.model.parameters()]
+    parameters = [getattr(each, "_local_tensor", each).detach().clone() for each in run.model.parameters()]
     return error, run.num_steps, time.monotonic() - begin_s, parameters
 
 
@@ -212,6 +237,8 @@ SCENARIOS = {
     LeavesOutASynchronisation: r"rank 0: .*micro-batch 2, gradients are summed; rank 1: .*micro-batch 2.* kept",
     SwapsTwoCollectives: r"rank 0: collective 'norm of gradients'; rank 1: collective 'mean of losses'",
     SwapsTwoThatAreComparedLater: r"rank 0: collective 'a'; rank 1: collective 'b'",
+    Sharded: r"rank 0: forward of micro-batch 0; rank 1: the window was left",
+    ShardedSkipsABackward: r"rank 0: backward of micro-batch 0, gradients are summed; rank 1: micro-batch 0 was left",
     HasBuffers: r"rank 0: forward of micro-batch 0; rank 1: the window was left",
 }
 
@@ -264,7 +291,7 @@ def test_every_rank_learns_before_the_step(scenario, manifest, tmp_path):
         assert error is not None
         assert re.search(f"^DesyncError: ranks are not in step .*{SCENARIOS[scenario]}", error), error
         assert num_steps == 1, "the window in which they part is not stepped"
-        assert all(map(torch.equal, parameters, found[0][3]))
+        assert issubclass(scenario, Sharded) or all(map(torch.equal, parameters, found[0][3]))
     logs = read_rounds(tmp_path)
     assert [log.rank for log in logs] == [0, 1], "the logs of all ranks are kept"
     assert all(re.search(SCENARIOS[scenario], log.desyncs[0]) for log in logs)
@@ -308,3 +335,26 @@ def test_of_three_ranks_the_one_that_hangs_is_named(manifest, tmp_path):
     found = outcomes(Hangs, manifest, tmp_path, world_size=3)
     for rank in (0, 2):
         assert re.search("DesyncError: .*missing 1", found[rank][0]), found[rank][0]
+
+
+def with_peers(rank, manifest, folder):
+    """Four ranks, of which pairs share data: each pair is one data rank, and its first rank logs."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    loader = StreamingLoader(dataset_of(manifest, topology=resolve_topology(mesh=mesh)))
+    model = TokenModel()
+    wrapped = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Ledger(folder, loader, mesh=mesh) as ledger:
+        for window in ledger.watch(windows(loader, mesh=mesh)):
+            for micro in window.micro_batches(wrapped):
+                window.loss(lm=token_loss(wrapped, micro)).backward()
+            window.step(optimizer)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_of_peers_the_first_one_logs(manifest, tmp_path):
+    run_ranks(with_peers, 4, manifest, str(tmp_path), timeout_s=BOUND_S)
+    assert len(list(tmp_path.iterdir())) == 4
+    report = check_ledger(tmp_path, manifest)
+    assert report.holds, report.violations
+    assert report.consumed.epochs[0].is_finished

@@ -107,15 +107,15 @@ def test_the_demo_in_miniature(tmp_path):
     command = [sys.executable, ROOT / "tools" / "demo.py", "--out", tmp_path / "demo", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Verdict: each sample was trained on exactly once in epoch(s) 0, 1, 2, 3, 4\n" in done.stdout
+    assert "Verdict: each sample was trained on exactly once in epoch(s) 0, 1, 2, 3, 4; targets of " in done.stdout
     assert "with SIGKILL" in done.stdout
     metrics = read_metrics(tmp_path / "demo" / "run")
     assert [line["world_size"] for line in metrics if line["attempt"] == 2][-1] == 3
     assert (tmp_path / "demo" / "loss.png").stat().st_size > 10_000
-    consumed = ["--consumed", str(tmp_path / "demo" / "run" / "consumed")]
+    consumed = ["--ledger", str(tmp_path / "demo" / "run" / "ledger")]
     call(["-m", "shardstream", "audit", tmp_path / "demo" / "parquet.manifest.parquet", *consumed])
 
-    log = tmp_path / "demo" / "run" / "consumed" / "rank-00002.attempt-0002.jsonl"  # and the proof is one:
+    log = tmp_path / "demo" / "run" / "ledger" / "rank-00002.attempt-0002.jsonl"  # and the proof is one:
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-5]))
     with pytest.raises(LaunchError, match="exited with 1"):
         call(["-m", "shardstream", "audit", tmp_path / "demo" / "parquet.manifest.parquet", *consumed])

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.audit.consumption import check_consumed
+from shardstream.audit.ledger import check_ledger
 from shardstream.errors import PlanError, ShardStreamError, ShardStreamWarning
 from shardstream.manifest import Manifest
 from tools.train import main
@@ -287,10 +287,10 @@ def test_a_run_killed_stopped_and_set_back_equals_an_undisturbed_one_bit_for_bit
     assert max(third) == max(expected)
     final = _weights(tmp_path / "undisturbed")
     assert all(torch.equal(final[name], weight) for name, weight in _weights(run).items())
-    report = check_consumed(run / "consumed", Manifest.load(manifest))
+    report = check_ledger(run / "ledger", Manifest.load(manifest))
     assert report.holds, report.violations
-    assert [epoch.is_finished for epoch in report.epochs] == [True] * 8
-    assert sum(attempt.num_discarded for attempt in report.attempts) >= 2
+    assert [epoch.is_finished for epoch in report.consumed.epochs] == [True] * 8
+    assert sum(attempt.num_discarded for attempt in report.consumed.attempts) >= 2
 
 
 @pytest.mark.slow
@@ -322,4 +322,4 @@ def test_other_data_and_another_model_are_refused_and_a_finished_run_has_nothing
     assert again.returncode == 0, again.stderr
     assert "resumes at step 32" in again.stdout
     assert len(read_metrics(tmp_path / "run")) == 32
-    assert check_consumed(tmp_path / "run" / "consumed", Manifest.load(tar)).holds
+    assert check_ledger(tmp_path / "run" / "ledger", Manifest.load(tar)).holds

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardstream.audit.consumption import check_consumed
+from shardstream.audit.ledger import check_ledger
 from shardstream.manifest import Manifest
 from shardstream.packing import Packed, Packing
 from tools.training.config import load_config
@@ -50,6 +50,6 @@ def test_a_packed_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == list(range(1, 2 * math.ceil(num_sequences / 6) + 1))
     assert {line["world_size"] for line in lines} == {2, 3}
-    report = check_consumed(run / "consumed", manifest)
+    report = check_ledger(run / "ledger", manifest)
     assert report.holds, report.violations
-    assert [epoch.num_samples for epoch in report.epochs] == [num_sequences] * 2
+    assert [epoch.num_samples for epoch in report.consumed.epochs] == [num_sequences] * 2

@@ -6,7 +6,6 @@ import math
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardstream.consumed import ConsumedLog, next_attempt
 from shardstream.cursor import Cursor
 from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
 from shardstream.packing import Packing
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
+from shardstream.torch.ledger import Ledger
 from tools.training.checkpoint import Checkpoints, restore_rng, rng_state, seed_rng
 from tools.training.config import Config, Data
 from tools.training.config import Optimizer as OptimizerConfig
@@ -170,19 +169,15 @@ class Job:
         """The checkpoints of the run."""
         return Checkpoints(self.config.run / "checkpoints", self.config.checkpoint.num_kept)
 
-    @property
-    def _consumed(self) -> Path:
-        return self.config.run / "consumed"
-
-    def consumed_log(self) -> ConsumedLog:
-        """Returns the log of what this rank is trained on from here on."""
-        rank, world_size = self.topology.rank, self.topology.world_size
-        plan = self.loader.streaming_dataset.plan
-        return ConsumedLog(self._consumed, rank, world_size, self.attempt, self.cursor, plan)
+    def open_ledger(self) -> Ledger:
+        """Returns the ledger of what this rank is trained on from here on, and numbers the attempt by it."""
+        ledger = Ledger(self.config.run / "ledger", self.loader, ids=True, timeout_s=self.config.timeout_s)
+        self.attempt = ledger.attempt
+        return ledger
 
     def save(self) -> None:
         """Saves the run; every rank calls it after the same window, rank 0 writes."""
-        # What every rank logged of this window, it logged before it comes here: the checkpoint never runs ahead.
+        # The ledger has logged this window before the optimizer stepped: the checkpoint never runs ahead.
         rng = [None] * self.topology.world_size if self.topology.rank == 0 else None
         dist.gather_object(rng_state(), rng)
         if self.topology.rank == 0:
@@ -205,11 +200,9 @@ class Job:
         Raises:
             ShardStreamError: If no checkpoint can be read, or it belongs to other data (CursorError).
         """
-        chosen: list[Any] = [None, None]
-        if self.topology.rank == 0:
-            chosen = [self.checkpoints.newest(), next_attempt(self._consumed)]
+        chosen: list[Any] = [self.checkpoints.newest() if self.topology.rank == 0 else None]
         dist.broadcast_object_list(chosen)
-        path, self.attempt = chosen
+        [path] = chosen
         if path is None:
             return False
         state = self.checkpoints.load(path)
