@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from shardstream.columns import Dense, Objects, Rows, Slices
 from shardstream.errors import DecodeError, PlanError
-from shardstream.torch.ragged import Ragged
 from shardstream.torch.collate import (
     collate_samples,
     columns_to_torch,
@@ -21,6 +20,7 @@ from shardstream.torch.collate import (
     pad_tokens,
     rows_to_samples,
 )
+from shardstream.torch.ragged import Ragged
 
 IGNORE = -100
 
