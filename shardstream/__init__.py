@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from shardstream.cursor import Cursor
     from shardstream.index import build_manifest
     from shardstream.manifest import Manifest
+    from shardstream.mixing import Mixture
     from shardstream.order import EpochOrder
     from shardstream.packing import Packing
     from shardstream.torch import Batch, Ragged, StreamingDataset, StreamingLoader, Topology
@@ -37,6 +38,7 @@ else:
         "Cursor": "shardstream.cursor",
         "EpochOrder": "shardstream.order",
         "Manifest": "shardstream.manifest",
+        "Mixture": "shardstream.mixing",
         "Packing": "shardstream.packing",
         "Ragged": "shardstream.torch",
         "StreamingDataset": "shardstream.torch",
@@ -69,6 +71,7 @@ __all__ = [
     "EpochOrder",
     "Manifest",
     "ManifestError",
+    "Mixture",
     "Packing",
     "PlanError",
     "Ragged",

@@ -90,6 +90,18 @@ class Mixture:
         object.__setattr__(self, "names", names)
         object.__setattr__(self, "manifests", tuple(manifest for manifest, _ in sources.values()))
 
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Mixture:
+        """Reads a mixture from a YAML file: ``sources``, ``schedule`` and ``stop_after`` (see ``mixture_of``).
+
+        Raises:
+            PlanError: If the file cannot be read, or says something impossible.
+            ManifestError: If a manifest cannot be read.
+        """
+        from shardstream.mixture_file import load_mixture
+
+        return load_mixture(path, storage_options=storage_options)
+
     def eras(self, *grid: int | tuple[int, int]) -> tuple[Era, ...]:
         """Returns the stretches of the stream in which nothing changes, first to last.
 

@@ -21,6 +21,7 @@ PUBLIC = [
     "EpochOrder",
     "Manifest",
     "ManifestError",
+    "Mixture",
     "Packing",
     "PlanError",
     "Ragged",

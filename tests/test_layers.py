@@ -17,7 +17,7 @@ BELOW = {
     "cli": "commands",
     "commands": "audit index fetch",
     "torch": "audit index fetch",
-    "audit": "consumed rounds plan formats manifest_file",
+    "audit": "consumed rounds plan formats manifest_file mixture_plan",
     "index": "formats manifest_file",
     "fetch": "mixture_layout formats manifest_file",
     "layout": "plan",
@@ -31,6 +31,7 @@ BELOW = {
     "fitting": "permutation",
     "plan": "order deal cursor batching packing",
     "mixing": "manifest permutation",
+    "mixture_file": "mixing manifest",
     "mixture_past": "mixing plan",
     "mixture_plan": "mixing mixture_past plan",
     "mixture_layout": "packed_layout mixture_plan",
@@ -50,6 +51,7 @@ BELOW = {
 EVERYWHERE = frozenset({"errors", "columns", "_version"})
 # Imports that go up, inside functions only.
 LAZY_UPWARDS = {
+    ("mixing", "mixture_file"): "Mixture.load is the front door; what a file may hold is behind it",
     ("manifest", "manifest_file"): "Manifest.load and .save are the front door; the file's details are behind it",
 }
 PURE = (

@@ -15,6 +15,7 @@ from shardstream.audit.amplification import ReadCost, read_cost
 from shardstream.audit.arithmetic import check_by_arithmetic
 from shardstream.audit.enumeration import check_by_enumeration
 from shardstream.audit.labels import Labels, read_labels
+from shardstream.audit.mixture import MixtureReport, SourceCounts, audit_mixture
 from shardstream.audit.quality import ShuffleQuality, expected_classes, shuffle_quality, uniform_neighbours
 from shardstream.audit.report import AuditReport, EpochCounts, RankCounts
 from shardstream.audit.simulate import passes
@@ -28,12 +29,15 @@ __all__ = [
     "AuditReport",
     "EpochCounts",
     "Labels",
+    "MixtureReport",
     "PackingFigures",
     "RankCounts",
     "ReadCost",
     "ShuffleQuality",
+    "SourceCounts",
     "TracedBatch",
     "audit",
+    "audit_mixture",
     "expected_classes",
     "read_cost",
     "read_labels",

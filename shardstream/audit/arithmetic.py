@@ -46,7 +46,7 @@ def check_by_arithmetic(plan: Plan, start: Cursor, num_epochs: int, num_readers:
     walked = list(passes(plan, start, num_epochs))
     for here in walked:
         for faults, proof in (
-            _check_epoch_order(here),
+            check_epoch_order(here),
             _check_whole_windows(here),
             _check_tail(here),
             _check_workers(plan, here, num_readers),
@@ -70,7 +70,15 @@ def _evenly(num_things: int, at_most: int = _NUM_SAMPLES) -> list[int]:
 # ------------------------------------------------------------------------------------------------------------- order
 
 
-def _check_epoch_order(here: EpochPlan) -> tuple[list[str], str]:
+def check_epoch_order(here: EpochPlan) -> tuple[list[str], str]:
+    """Shows that the order of an epoch is a bijection, without locating every position.
+
+    Args:
+        here: The epoch.
+
+    Returns:
+        What is wrong, and what was shown.
+    """
     if isinstance(here.order.shuffle, str):
         return _check_order_without_blocks(here)
     faults = _check_line(here)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 
@@ -31,3 +32,18 @@ def escaped(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
+
+
+def stdout() -> Console:
+    """Returns standard output as a console of rich."""
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def print_verdict(console: Console, violations: Sequence[str], good: str) -> None:
+    """Prints what is violated, and the verdict: ``good`` if nothing is."""
+    for text in violations:
+        console.print(f"Violation: {text}", markup=False, soft_wrap=True, style="red")
+    verdict = good if not violations else f"{len(violations)} violation(s)"
+    console.print(f"Verdict: {verdict}", markup=False, soft_wrap=True, style="bold red" if violations else "bold green")

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardstream.commands._mixture import audit_mixture_file, is_mixture
 from shardstream.commands._options import as_json, print_json, storage_options, warnings_shown
-from shardstream.commands._tables import table
+from shardstream.commands._tables import print_verdict, stdout, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,11 +67,15 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option(
     "--step", type=click.IntRange(0), metavar="N", help="With --ledger: what happened when in step N (from 0)."
 )
+@click.option("--windows", type=click.IntRange(1), metavar="N", help="Of a mixture: how many to look at.")
+@click.option("--plot", metavar="FILE", help="Of a mixture: draw shares over steps (needs matplotlib).")
 @storage_options
 @as_json
 @click.pass_context
 def audit(ctx: click.Context, /, **options: Any) -> None:
     """Prove, before a job starts, that every sample of MANIFEST comes exactly once, and show what reading it costs.
+
+    MANIFEST may be a mixture's YAML file: then of every source, and that each has its share of every window.
 
     With --consumed, prove it from the logs of a run. Exit code 1 if anything is violated.
     """
@@ -86,8 +91,13 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError("give either --consumed or --ledger")
     if options["step"] is not None and not options["ledger"]:
         raise click.UsageError("--step needs --ledger")
+    is_mixed = is_mixture(options["manifest_path"])
+    if not is_mixed and (options["windows"] is not None or options["plot"] is not None):
+        raise click.UsageError("--windows and --plot go with a mixture's YAML file")
     with warnings_shown() as warnings:
-        if options["ledger"] is not None:
+        if is_mixed:
+            holds = audit_mixture_file(ctx, {**options, "shuffle": _SHUFFLES[options["shuffle"]]}, warnings)
+        elif options["ledger"] is not None:
             holds = _audit_ledger(_manifest(options), options["ledger"], options["step"], as_json=options["as_json"])
         elif options["consumed"] is not None:
             holds = _audit_run(_manifest(options), options["consumed"], as_json=options["as_json"])
@@ -132,7 +142,7 @@ def _audit_plan(plan: Plan, options: dict[str, Any], warnings: list[str]) -> boo
         more = {} if traced is None else {"trace": [batch.to_dict() for batch in traced]}
         print_json({**report.to_dict(), "warnings": list(warnings), **more})
         return report.holds
-    console = _console()
+    console = stdout()
     if traced is not None:
         _print_trace(console, traced)
     _print_report(console, report)
@@ -146,7 +156,7 @@ def _audit_run(manifest: Manifest, directory: str, *, as_json: bool) -> bool:
     if as_json:
         print_json(report.to_dict())
     else:
-        _print_consumed(_console(), report)
+        _print_consumed(stdout(), report)
     return report.holds
 
 
@@ -158,7 +168,7 @@ def _audit_ledger(manifest: Manifest, directory: str, step: int | None, *, as_js
     if as_json:
         print_json({**report.to_dict(), **({} if shown is None else {"step": shown.to_dict()})})
         return report.holds
-    console = _console()
+    console = stdout()
     if shown is not None:
         _print_step(console, shown)
     _print_ledger(console, report)
@@ -166,12 +176,6 @@ def _audit_ledger(manifest: Manifest, directory: str, step: int | None, *, as_js
 
 
 # --------------------------------------------------------------------------------------------------------- for people
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
 
 
 def _print_report(console: Console, report: AuditReport) -> None:
@@ -200,7 +204,7 @@ def _print_report(console: Console, report: AuditReport) -> None:
         *(f"Proof: {proof}" for proof in report.proofs),
     ):
         console.print(line, markup=False, soft_wrap=True)
-    _print_verdict(console, report.violations, "every promise holds: exactly once, disjoint, equal steps")
+    print_verdict(console, report.violations, "every promise holds: exactly once, disjoint, equal steps")
 
 
 def _packing(report: AuditReport) -> Iterator[str]:
@@ -276,12 +280,12 @@ def _print_ledger(console: Console, report: LedgerReport) -> None:
     _print_counts(console, report.consumed)
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, soft_wrap=True)
-    _print_verdict(console, report.violations, report.verdict())
+    print_verdict(console, report.violations, report.verdict())
 
 
 def _print_consumed(console: Console, report: ConsumedReport) -> None:
     _print_counts(console, report)
-    _print_verdict(console, report.violations, report.verdict())
+    print_verdict(console, report.violations, report.verdict())
 
 
 def _print_counts(console: Console, report: ConsumedReport) -> None:
@@ -293,10 +297,3 @@ def _print_counts(console: Console, report: ConsumedReport) -> None:
     console.print(table("Epochs", names, rows))
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, soft_wrap=True)
-
-
-def _print_verdict(console: Console, violations: Sequence[str], good: str) -> None:
-    for text in violations:
-        console.print(f"Violation: {text}", markup=False, soft_wrap=True, style="red")
-    verdict = good if not violations else f"{len(violations)} violation(s)"
-    console.print(f"Verdict: {verdict}", markup=False, soft_wrap=True, style="bold red" if violations else "bold green")

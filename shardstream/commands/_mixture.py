@@ -1,0 +1,83 @@
+"""``shardstream audit`` of a mixture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shardstream.commands._options import print_json
+from shardstream.commands._tables import print_verdict, stdout, table
+
+if TYPE_CHECKING:
+    from shardstream.audit import MixtureReport
+
+_PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "seed", "shuffle")
+_OTHERS = ("lanes", "tail", "epochs", "label", "with_trace", "consumed", "ledger", "step")
+
+
+def is_mixture(path: str | None) -> bool:
+    """Whether a file is a mixture's, by its suffix."""
+    return path is not None and path.endswith((".yaml", ".yml"))
+
+
+def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: list[str]) -> bool:
+    """Audits a mixture and prints what was found.
+
+    Returns:
+        Whether everything holds.
+
+    Raises:
+        click.UsageError: If an option was given that goes with one data set only.
+    """
+    from shardstream.audit import audit_mixture
+    from shardstream.mixing import Mixture
+    from shardstream.mixture_plan import MixturePlan
+    from shardstream.packing import Packing
+
+    for name in _OTHERS:
+        if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = "--trace" if name == "with_trace" else f"--{name}"
+            raise click.UsageError(f"{option} goes with one data set, not with a mixture")
+    mixture = Mixture.load(options["manifest_path"], storage_options=options["storage_options"])
+    packing, length = None, options["sequence_length"]
+    if length is not None:
+        mode: Any = "whole" if options["whole"] else "tokens"
+        columns = [manifest.tokens_column or "tokens" for manifest in mixture.manifests]
+        packing = [Packing(length, column, options["eos_id"], mode) for column in columns]
+    plan = MixturePlan.make(mixture, packing=packing, **{name: options[name] for name in _PLAN_OPTIONS})
+    report = audit_mixture(plan, num_workers=options["num_workers"], num_windows=options["windows"])
+    if options["plot"] is not None:
+        from shardstream.audit.plots import plot_shares
+
+        num_windows = (report.settings["end"] - report.settings["start"]) // plan.global_batch
+        plot_shares(plan, options["plot"], num_windows=max(1, num_windows), first=report.settings["start"])
+    if options["as_json"]:
+        print_json({**report.to_dict(), "warnings": list(warnings)})
+    else:
+        _print(report)
+    return report.holds
+
+
+def _print(report: MixtureReport) -> None:
+    out, about = stdout(), report.settings
+    facts = [(name.replace("_", " "), about[name]) for name in ("world_size", "num_workers", "batch_size")]
+    facts += [(name.replace("_", " "), about[name]) for name in ("accumulate", "global_batch", "lanes", "seed", "stop")]
+    out.print(table("Plan", ["", ""], facts))
+    rows = [
+        (
+            each.name,
+            " → ".join(f"{w:.4g}" for w in each.weights),
+            each.num_samples,
+            each.num_given,
+            f"{each.num_passes:.2f}",
+        )
+        for each in report.sources
+    ]
+    until = f"position {about['end'] if about['stop'] is None else about['stop']}"
+    out.print(table(f"Sources, up to {until}", ["source", "share", "samples", "given", "passes"], rows))
+    for proof in report.proofs:
+        out.print(f"Proof: {proof}", markup=False, soft_wrap=True)
+    print_verdict(
+        out, report.violations, "every promise holds: quotas met, each source exactly once a pass, equal steps"
+    )
