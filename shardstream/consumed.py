@@ -24,6 +24,7 @@ from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError, ReadError
 from shardstream.ledger_file import LoggedLines, RotatedLines, next_attempt, read_lines
 from shardstream.manifest import Manifest
+from shardstream.mixture_plan import AnyPlan
 from shardstream.packing import Packed, Packing
 from shardstream.permutation import mix64
 from shardstream.plan import Plan
@@ -84,7 +85,7 @@ class ConsumedLog:
         world_size: int,
         attempt: int,
         start: Cursor,
-        plan: Plan,
+        plan: AnyPlan,
         *,
         with_ids: bool = True,
         rotate_num_bytes: int = 64 << 20,

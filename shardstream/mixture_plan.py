@@ -28,6 +28,7 @@ from shardstream.packing import Packed, Packing
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan, PlannedBatch, check_reader
 
+SOURCE_BITS = 40  # logs know a sample by its id and, from this bit on, the index of its source
 _SORTED_AT_ONCE = 65536  # positions of windows
 
 

@@ -23,7 +23,7 @@ BELOW = {
     "layout": "plan",
     "packed_layout": "layout packed_run",
     "tokens": "plan formats",
-    "consumed": "plan ledger_file",
+    "consumed": "mixture_plan ledger_file",
     "rounds": "ledger_file",
     "ledger_file": "",
     "packed_run": "packing fitting deal",

@@ -1,7 +1,8 @@
 """Makes a small text corpus of what every machine has: the source files of the Python standard library.
 
-One document per file, its bytes the tokens. Written as Parquet shards, tar shards (WebDataset) and ``.tar.zst`` shards
-of the same documents, each kind in a folder of its own. Deterministic for one interpreter and seed.
+Or, with ``--source descriptions``, the descriptions of the packages that are installed. One document per file, its
+bytes the tokens. Written as Parquet shards, tar shards (WebDataset) and ``.tar.zst`` shards of the same documents, each
+kind in a folder of its own. Deterministic for one interpreter and seed.
 
     python tools/make_corpus.py build/corpus --num-shards 8 --max-document-bytes 1024
 """
@@ -29,6 +30,9 @@ FEWEST_GROUP_ROWS = 64
 MOST_GROUP_ROWS = 1000
 SCHEMA = pa.schema([("id", pa.int64()), ("path", pa.string()), ("tokens", pa.list_(pa.int32()))])
 
+# Name → where its files lie (a key of ``sysconfig.get_paths``), and which they are.
+SOURCES = {"stdlib": ("stdlib", "*.py"), "descriptions": ("purelib", "*.dist-info/METADATA")}
+
 _NOT_SOURCES = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
@@ -50,9 +54,9 @@ class Document:
 # ------------------------------------------------------------------------------------------------------------ choosing
 
 
-def list_sources(library: Path) -> list[str]:
-    """Returns the paths of all Python files below ``library``, sorted; installed packages and caches are left out."""
-    paths = (path.relative_to(library) for path in library.rglob("*.py"))
+def list_sources(library: Path, pattern: str = "*.py") -> list[str]:
+    """Returns the paths of all such files below ``library``, sorted; installed packages and caches are left out."""
+    paths = (path.relative_to(library) for path in library.rglob(pattern))
     return sorted(path.as_posix() for path in paths if _NOT_SOURCES.isdisjoint(path.parts))
 
 
@@ -119,9 +123,11 @@ def _take(documents: Iterator[Document], count: int) -> list[Document]:
     return [next(documents) for _ in range(count)]
 
 
-def read_documents(library: Path, ids: Iterable[int], max_document_bytes: int | None) -> list[Document]:
+def read_documents(
+    library: Path, ids: Iterable[int], max_document_bytes: int | None, pattern: str = "*.py"
+) -> list[Document]:
     """Reads the chosen files, each up to ``max_document_bytes`` bytes (None: whole)."""
-    sources = list_sources(library)
+    sources = list_sources(library, pattern)
     return [Document(i, sources[i], (library / sources[i]).read_bytes()[:max_document_bytes]) for i in ids]
 
 
@@ -203,6 +209,7 @@ def _parse_formats(_context: click.Context, _parameter: click.Parameter, value: 
 @click.option("--formats", callback=_parse_formats, default="parquet,tar,tar.zst", show_default=True)
 @click.option("--max-document-bytes", type=click.IntRange(1), help="Cut longer files here.  [default: whole files]")
 @click.option("--num-documents", type=click.IntRange(1), help="Take this many files.  [default: all]")
+@click.option("--source", type=click.Choice(list(SOURCES)), default="stdlib", show_default=True, help="Whose files.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Which files, and how they lie.")
 def main(
     outdir: Path,
@@ -210,17 +217,21 @@ def main(
     formats: list[str],
     max_document_bytes: int | None,
     num_documents: int | None,
+    source: str,
     seed: int,
 ) -> None:
     """Writes the Python standard library's source files as shards: OUTDIR/parquet, OUTDIR/tar and OUTDIR/tar.zst.
+
+    With --source descriptions, the descriptions (METADATA) of installed packages instead.
 
     The Parquet shards come with one more, in their middle, that has no rows.
     """
     if taken := [name for name in formats if (outdir / name).exists()]:
         raise click.UsageError(f"{outdir / taken[0]} exists: old shards would mix with new ones; remove it first")
-    library = Path(sysconfig.get_paths()["stdlib"])
-    ids = choose_ids(len(list_sources(library)), num_documents, seed)
-    documents = read_documents(library, ids, max_document_bytes)
+    folder, pattern = SOURCES[source]
+    library = Path(sysconfig.get_paths()[folder])
+    ids = choose_ids(len(list_sources(library, pattern)), num_documents, seed)
+    documents = read_documents(library, ids, max_document_bytes, pattern)
     shards = group_documents(documents, num_shards, seed)
     for name in formats:
         empty: list[list[Sequence[Document]]] = [[]] if name == "parquet" else []

@@ -30,6 +30,7 @@ from torch.nn.utils import clip_grad_norm_
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script: our folder is found from the root
 
 from shardstream.errors import PlanError, ShardStreamError
+from shardstream.mixture_plan import MixturePlan
 from shardstream.torch import Window, init_process_group, verify_ranks, windows
 from shardstream.torch.ledger import Ledger
 from shardstream.torch.topology import topology_from_environ
@@ -68,6 +69,7 @@ def train(job: Job, ledger: Ledger, stop: Stop) -> None:
                         "step": job.step,
                         "epoch": epoch,
                         "loss": totals[0].item() / num_targets if num_targets else None,
+                        **passes(job, window),
                         "tokens_per_s": round(num_targets / (time.monotonic() - begin_s + wait_s)),
                         "wait_s": round(wait_s, 4),
                         "attempt": job.attempt,
@@ -102,6 +104,14 @@ def train_window(job: Job, window: Window) -> torch.Tensor:
         job.scheduler.step()
     job.optimizer.zero_grad()
     return loss_sum
+
+
+def passes(job: Job, window: Window) -> dict[str, dict[str, float]]:
+    """Returns, for the metrics, how often each source of a mixture has been through; empty for one data set."""
+    plan = job.loader.streaming_dataset.plan
+    if not isinstance(plan, MixturePlan):
+        return {}
+    return {"passes": {name: round(num, 4) for name, num in plan.passes(window.cursor.position).items()}}
 
 
 def timed(windows: Iterable[Window]) -> Iterator[tuple[float, Window]]:

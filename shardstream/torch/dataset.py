@@ -101,22 +101,22 @@ class StreamingDataset(IterableDataset[Batch]):
         reading: Reading | None = None,
     ) -> None:
         super().__init__()
-        self.manifest = manifest if isinstance(manifest, (Manifest, Mixture)) else Manifest.load(manifest)
+        self.data = manifest if isinstance(manifest, (Manifest, Mixture)) else Manifest.load(manifest)
         self.columns = None if columns is None else tuple(columns)
         self.reading = reading or Reading()
         self.stats = ReadStats()
         self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index)
-        sources = self.manifest.manifests if isinstance(self.manifest, Mixture) else (self.manifest,)
+        sources = self.data.manifests if isinstance(self.data, Mixture) else (self.data,)
         asked = [packing_of(packing, sequence_length, tokens_column, eos_id, source) for source in sources]
         if any(asked):
             self._assembly = packed_assembly(self._assembly, self.columns)
         else:
-            if isinstance(self.manifest, Mixture):
-                self.columns = shared_columns(self.manifest, self.columns)
+            if isinstance(self.data, Mixture):
+                self.columns = shared_columns(self.data, self.columns)
             for source in sources:
                 self._assembly.check(source, self.columns)
         self._make_plan = plan_maker(
-            self.manifest,
+            self.data,
             [None if how is None else Packed.of(source, how) for source, how in zip(sources, asked, strict=True)],
             batch_size=batch_size,
             global_batch=global_batch,
@@ -135,6 +135,17 @@ class StreamingDataset(IterableDataset[Batch]):
             _ = self.plan  # settings that do not fit are refused here, not in a worker
 
     # ------------------------------------------------------------------------------------------------ plan and start
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest.
+
+        Raises:
+            PlanError: If the data is a mixture of several.
+        """
+        if isinstance(self.data, Mixture):
+            raise PlanError("a mixture has several manifests", hint="look at dataset.data.manifests")
+        return self.data
 
     @property
     def topology(self) -> Topology:
@@ -241,7 +252,7 @@ class StreamingDataset(IterableDataset[Batch]):
                 return
         if epoch < 0:
             raise PlanError("the epoch must not be negative", found=epoch)
-        if isinstance(self.manifest, Mixture):
+        if isinstance(self.data, Mixture):
             _ = self.plan.cursor(epoch)  # it has one epoch
         self._start.seek(epoch)
 

@@ -16,10 +16,11 @@ from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
 from shardstream.mixture_layout import SOURCE
-from shardstream.mixture_plan import AnyPlan, MixturePlan
+from shardstream.mixture_plan import SOURCE_BITS, AnyPlan, MixturePlan
 from shardstream.packing import Packed
 from shardstream.permutation import Int64Array, key64
 from shardstream.plan import Plan
+from shardstream.torch.batch import Batch
 
 
 def plan_maker(
@@ -81,6 +82,11 @@ def by_source(
         for head, counts in valid_tokens.items():
             heads |= {f"{head}/{name}": counts * (source_index == index) for index, name in enumerate(names)}
     return heads
+
+
+def logged_ids(batch: Batch) -> Tensor:
+    """Returns what logs know a batch's samples by, int64[b]: their ids; of a mixture with the source's index before."""
+    return batch.sample_ids if batch.source_index is None else batch.sample_ids | batch.source_index << SOURCE_BITS
 
 
 class Origin(NamedTuple):

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan
+from shardstream.torch.mixed import logged_ids
 from shardstream.torch.rounds import Rounds
 from shardstream.torch.window import LossSum, Window
 
@@ -179,10 +181,10 @@ class WatchedWindow:
 
     # ------------------------------------------------------------------------------------------------------- numbers
 
-    def numbers(self, plan: Plan, rank: int) -> WindowNumbers:
+    def numbers(self, plan: AnyPlan, rank: int) -> WindowNumbers:
         """Returns what was consumed of the window."""
         batches = self.window.batches
-        ids = torch.cat([batch.sample_ids for batch in batches]).numpy()
+        ids = torch.cat([logged_ids(batch) for batch in batches]).numpy()
         is_padding = torch.cat([batch.is_padding for batch in batches]).cpu().numpy()
         is_kept = np.concatenate([np.full(len(b), k < self._num_entered) for k, b in enumerate(batches)])
         masked = _masked(plan, self.epoch, self.window.position, rank, is_padding | ~is_kept)
@@ -203,11 +205,12 @@ class WatchedWindow:
 
 
 def _masked(
-    plan: Plan, epoch: int, position: int, rank: int, is_left_out: np.ndarray[Any, Any]
+    plan: AnyPlan, epoch: int, position: int, rank: int, is_left_out: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
     """bool[n]: rows that were dealt as real samples and are not trained on."""
-    if not is_left_out.any():
+    if plan.tail == "continue" or not is_left_out.any():  # nothing is padded in a stream
         return is_left_out
+    assert isinstance(plan, Plan)  # noqa: S101 - a mixture is a stream
     dealt = plan.epoch(epoch, position).deal.part(0, rank).is_padding
     result: np.ndarray[Any, Any] = is_left_out & ~dealt
     return result

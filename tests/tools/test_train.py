@@ -80,7 +80,7 @@ def test_the_demos_config_is_valid_and_can_be_overridden():
         ("data.global_batch=0", "data.global_batch: input should be greater than 0"),
         ("data.global_batch=2.5", "data.global_batch: input should be a valid integer"),
         ("data.tail=padd", "data.tail: input should be 'pad' or 'drop'"),
-        ("data.manifest=null", "data.manifest: input should be a valid string"),
+        ("data.manifest=null", "data: value error, give either manifest or mixture"),
         ("model.dropout=1", "model.dropout: input should be less than 1"),
         ("model=5", "model: input should be a valid dictionary"),
         ("optimizer.learning_rate=-1", "optimizer.learning_rate: input should be greater than 0"),

@@ -17,6 +17,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    model_validator,
 )
 
 from shardstream.batching import resolve_accumulate
@@ -34,26 +35,34 @@ class Data(_Section):
     """What is read, and how it is cut into micro-batches.
 
     Attributes:
-        manifest: Where the manifest lies, as ``shardstream index`` wrote it.
+        manifest: Where the manifest lies, as ``shardstream index`` wrote it; or
+        mixture: Several of them, as ``shardstream.mixture_file.mixture_of`` takes them. One of both must be given.
         tokens: Column of token lists, or of text or bytes, of which every byte is a token.
         global_batch: Documents of one optimizer step over all ranks; it stays the same at every world size.
         max_micro_batch: Most documents of one forward; the micro-batch is the largest that fits the world size.
         num_workers: DataLoader worker processes of each rank; 0 reads with threads.
-        tail: What happens to an epoch's last, partial window.
+        tail: What happens to an epoch's last, partial window; a mixture has none.
         packing: Whether documents are packed into sequences of the model's context length, which are then what is
             counted: ``"tokens"``, or ``"whole"`` without cutting them; None for a document a sample. The manifest needs
             token counts.
         eos_id: Token after each packed document.
     """
 
-    manifest: str
+    manifest: str | None = None
+    mixture: dict[str, Any] | None = None
     tokens: str = "tokens"
     packing: Literal["tokens", "whole"] | None = None
     eos_id: NonNegativeInt | None = None
     global_batch: PositiveInt
     max_micro_batch: PositiveInt
     num_workers: NonNegativeInt = 0
-    tail: Literal["pad", "drop"] = "pad"
+    tail: Literal["pad", "drop"] | None = None
+
+    @model_validator(mode="after")
+    def _check_data(self) -> Data:
+        if (self.manifest is None) == (self.mixture is None):
+            raise ValueError("give either manifest or mixture")
+        return self
 
     def micro_batch(self, world_size: int) -> int:
         """Returns the largest micro-batch with which the global batch stays what it is.

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardstream.cursor import Cursor
 from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
+from shardstream.mixture_file import mixture_of
 from shardstream.packing import Packing
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
 from shardstream.torch.ledger import Ledger
@@ -54,10 +55,11 @@ def open_dataset(config: Config, topology: Topology) -> StreamingDataset:
     Either way as ``input_ids`` and ``labels``, ``int64[b, context_length]``.
 
     Raises:
-        ManifestError: If the manifest cannot be read.
+        ManifestError: If a manifest cannot be read.
         PlanError: If the world size does not fit the global batch, or the token column is of no use.
     """
-    data, manifest = config.data, Manifest.load(config.data.manifest)
+    data = config.data
+    source = Manifest.load(str(data.manifest)) if data.mixture is None else mixture_of(data.mixture)
     options: dict[str, Any] = {
         "batch_size": data.micro_batch(topology.world_size),
         "global_batch": data.global_batch,
@@ -65,12 +67,14 @@ def open_dataset(config: Config, topology: Topology) -> StreamingDataset:
         "tail": data.tail,
         "topology": topology,
     }
-    length, is_list = config.model.context_length, _is_list(manifest, data)
+    length = config.model.context_length
     if data.packing is not None:
         packing = Packing(length, data.tokens, data.eos_id, data.packing)
-        return StreamingDataset(manifest, packing=packing, columns=["input_ids", "labels"], **options)
+        return StreamingDataset(source, packing=packing, columns=["input_ids", "labels"], **options)
+    manifests = [source] if isinstance(source, Manifest) else source.manifests
+    is_list = all(_is_list(manifest, data) for manifest in manifests)
     return StreamingDataset(
-        manifest,
+        source,
         columns=[data.tokens],
         transform=None if is_list else TextToTokens(data.tokens),
         collate=pad_tokens(data.tokens if is_list else "tokens", length=length),
@@ -85,7 +89,7 @@ def _is_list(manifest: Manifest, data: Data) -> bool:
     kind = kinds.get(data.tokens)
     if kind is None:
         known = " or ".join(kinds)
-        raise PlanError("data.tokens names no column", url=data.manifest, expected=known, found=data.tokens)
+        raise PlanError("data.tokens names no column", url=manifest.path, expected=known, found=data.tokens)
     return "list" in kind
 
 
@@ -160,7 +164,8 @@ class Job:
         seed_rng(config.seed, 0, topology.rank)  # from here on, dropout and the like of its own
         settings = config.optimizer
         optimizer = AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-        num_steps = config.num_epochs * dataset.plan.epoch(0).deal.num_windows
+        plan = dataset.plan
+        num_steps = config.num_epochs * -(-plan.num_micro_batches(topology.rank, plan.cursor()) // plan.accumulate)
         scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, num_steps, settings))
         return cls(config, topology, device, loader, model, optimizer, scheduler, dataset.start)
 
