@@ -190,7 +190,7 @@ class Plan:
         """Returns the sample id (of packed sequences: the place on the line) at positions; as ``locate``."""
         epochs, places = np.divmod(epoch * self.num_positions + positions, self.num_positions)
         ids = np.empty(len(positions), np.int64)
-        for there in np.unique(epochs).tolist():
+        for there in _span(epochs):
             ids[epochs == there] = self.order(there).sample_ids(places[epochs == there])
         return ids
 
@@ -202,7 +202,7 @@ class Plan:
         """
         ahead = positions // self.num_positions
         located = np.empty((3, len(positions)), np.int64)
-        for more in np.unique(ahead).tolist():
+        for more in _span(ahead):
             there, order = ahead == more, self.order(epoch + more)
             if isinstance(order, PackedOrder):
                 raise PlanError("a packed sequence is not one row", hint="ask the order for its pieces")
@@ -333,6 +333,11 @@ class Plan:
             index = end
             more, position = divmod(position + deal.num_windows * self.global_batch, self.num_positions)
             epoch += more
+
+
+def _span(epochs: Int64Array) -> range:
+    """From the first epoch to the last one: nearly always one."""
+    return range(int(epochs.min()), int(epochs.max()) + 1) if len(epochs) else range(0)
 
 
 def _dealt(deal: Deal, rank: int, wanted: range, first_index: int) -> Iterator[PlannedBatch]:

@@ -16,14 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardstream import storage
 from shardstream.errors import ManifestError, ReadError, shown_url
 from shardstream.manifest import MANIFEST_VERSION, ColumnSchema, Int64Array, Manifest
+from shardstream.manifest_file._flat import list_lengths, list_values, typed
 from shardstream.manifest_file._lists import ParquetLists
 from shardstream.manifest_file._schema import COLUMNS, LIST_TYPES, METADATA_KEY, is_list_name
 from shardstream.manifest_file._writer import DatasetInfo, ManifestWriter, ShardRow
@@ -68,7 +67,7 @@ def load_manifest(
         table = file.read(columns=list(COLUMNS))
         if table.schema.names != list(COLUMNS) or any(table.column(name).null_count for name in COLUMNS):
             raise _damaged(url, expected=", ".join(COLUMNS), found=", ".join(table.schema.names))
-        arrays = {name: table.column(name).cast(kind) for name, kind in COLUMNS.items()}
+        arrays = {name: typed(table.column(name), kind) for name, kind in COLUMNS.items()}
     except (pa.ArrowException, OSError) as error:
         raise _damaged(url, found=error) from error
     first_block = _first_block(url, arrays)
@@ -80,10 +79,10 @@ def load_manifest(
         version_tags=arrays["version_tag"].to_pylist(),
         digests=arrays["digest"].to_pylist(),
         shard_first_block=first_block,
-        block_rows=_flat(arrays["block_rows"]),
-        block_run_rows=_flat(arrays["block_run_rows"]),
-        block_offset=_flat(arrays["block_offset"]),
-        block_num_bytes=_flat(arrays["block_num_bytes"]),
+        block_rows=list_values(arrays["block_rows"]),
+        block_run_rows=list_values(arrays["block_run_rows"]),
+        block_offset=list_values(arrays["block_offset"]),
+        block_num_bytes=list_values(arrays["block_num_bytes"]),
         columns=tuple(ColumnSchema(*column) for column in about["columns"]),
         arrow_schema=base64.b64decode(about["arrow_schema"]),
         tokens_column=about["tokens_column"],
@@ -266,16 +265,10 @@ def _lists_of(file: pq.ParquetFile, **where: Any) -> ParquetLists:
 def _first_block(url: str, arrays: Mapping[str, pa.ChunkedArray]) -> Int64Array:
     """int64[S + 1] from the lengths of the block lists, which must agree."""
     lists = [arrays[name] for name, kind in COLUMNS.items() if pa.types.is_list(kind)]
-    lengths = [pc.list_value_length(column).to_numpy() for column in lists]
+    lengths = [list_lengths(column) for column in lists]
     if any(not np.array_equal(lengths[0], others) for others in lengths):
         raise _damaged(url, expected="as many rows, runs, offsets and sizes as blocks", found="other counts")
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths[0], dtype=np.int64)])
-
-
-def _flat(lists: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """The entries of all lists, end to end."""
-    flat: npt.NDArray[Any] = pc.list_flatten(lists).to_numpy()
-    return flat
 
 
 def _check_counts(url: str, manifest: Manifest, num_samples: Int64Array) -> None:

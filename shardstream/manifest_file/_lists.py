@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from shardstream import storage
 from shardstream.errors import ManifestError
+from shardstream.manifest_file._flat import list_values, typed
 from shardstream.manifest_file._schema import list_type
 
 
@@ -135,7 +135,7 @@ class _OpenFile:
                 table = self._file.read(columns=list(names), use_threads=False)
         except (pa.ArrowException, OSError) as error:
             raise ManifestError("the manifest's lists cannot be read", url=self._url, found=error) from error
-        return {name: pc.list_flatten(table.column(name).cast(list_type(name))).to_numpy() for name in names}
+        return {name: list_values(typed(table.column(name), list_type(name))) for name in names}
 
     def _load(self, group: int, names: Sequence[str]) -> None:
         try:
@@ -143,7 +143,7 @@ class _OpenFile:
         except (pa.ArrowException, OSError) as error:
             raise ManifestError("the manifest's lists cannot be read", url=self._url, found=error) from error
         for name in names:
-            self._columns[name] = table.column(name).combine_chunks().cast(list_type(name))
+            self._columns[name] = typed(table.column(name), list_type(name)).combine_chunks()
 
 
 def _values(column: pa.Array, row: int) -> Any:
