@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,16 +20,12 @@ import torch.distributed as dist
 from shardstream.errors import DesyncError, TopologyError
 from shardstream.torch.batch import Batch
 from shardstream.torch.desync import NUM_SLOTS, all_equal, equality_slots
-from shardstream.torch.topology import Topology, resolve_topology
+from shardstream.torch.groups import default_backend, device_for, own_group
+from shardstream.torch.topology import Topology, data_parallel_ranks, is_initialized
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-
-MAX_GLOO_RANKS = 256  # every rank of a gloo group opens a socket to every other one
-
-# The library's own groups, by the job's process group: a second pass over the data makes no second group.
-_GROUPS: WeakKeyDictionary[Any, dict[tuple[Any, ...], Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -141,7 +136,7 @@ class RankSums:
             becomes of the others.
 
     Raises:
-        TopologyError: If this process is not in the group.
+        TopologyError: If this process is not in the group, or a rank of it does not come in time.
     """
 
     def __init__(
@@ -159,16 +154,15 @@ class RankSums:
         self.group: Any = None
         self._device = torch.device("cpu")
         self._stream: torch.cuda.Stream | None = None
-        me = dist.get_rank() if _is_initialized() else 0
+        me = dist.get_rank() if is_initialized() else 0
         if me not in self.ranks:
             raise TopologyError(f"rank {me} is not among the data-parallel ranks", found=self.ranks[:16])
         self.topology = Topology(self.ranks.index(me), len(self.ranks), source="process group")
         if self.world_size > 1:
-            backend = backend or _default_backend(self.world_size)
-            self.group = _own_group(self.ranks, backend, timeout_s, purpose)
-            if backend != "gloo":
-                self._device = torch.device(torch.accelerator.current_accelerator() or "cpu")
-                self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            backend = backend or default_backend(self.world_size)
+            self.group = own_group(self.ranks, backend, timeout_s, purpose)
+            self._device = device_for(backend)
+            self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def world_size(self) -> int:
@@ -207,53 +201,3 @@ class RankSums:
     def on_own_stream(self) -> AbstractContextManager[Any]:
         """On a device the sums have a stream of their own, so that reading one waits for no forward or backward."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def data_parallel_ranks(
-    group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, mesh_dim: str | Sequence[str] = "dp"
-) -> list[int]:
-    """Returns the global ranks that hold different data and step together; ``[0]`` without a process group.
-
-    Raises:
-        TopologyError: If both a group and a mesh are given, or the mesh has no such dimension.
-    """
-    if group is not None and mesh is not None:
-        raise TopologyError("both group= and mesh= are given", hint="give the one that says who is data-parallel")
-    if mesh is not None:
-        resolve_topology(mesh=mesh, mesh_dim=mesh_dim, environ={})  # refuses what does not exist
-        names = mesh.mesh_dim_names or ()
-        coordinate = list(mesh.get_coordinate() or [])
-        dims = [mesh_dim] if isinstance(mesh_dim, str) else list(mesh_dim)
-        index = tuple(slice(None) if name in dims else coordinate[axis] for axis, name in enumerate(names))
-        kept = [name for name in names if name in dims]
-        ranks: list[int] = mesh.mesh[index].permute([kept.index(dim) for dim in dims]).flatten().tolist()
-        return ranks
-    if not _is_initialized():
-        return [0]
-    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-
-
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _default_backend(world_size: int) -> str:
-    if world_size <= MAX_GLOO_RANKS and dist.is_gloo_available():
-        return "gloo"
-    return str(dist.get_backend())
-
-
-def _own_group(ranks: Sequence[int], backend: str, timeout_s: float, purpose: str) -> Any:
-    groups = _GROUPS.setdefault(dist.group.WORLD, {})
-    key = (tuple(ranks), backend, timeout_s, purpose)
-    if key not in groups:
-        groups[key] = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            # The ranks of other pipelines or replicas need not come. Where all come it must be off: it names the group
-            # by how many groups a rank is in, and ranks that are not in equally many would never meet.
-            use_local_synchronization=len(ranks) < dist.get_world_size(),
-            group_desc=f"shardstream {purpose}",
-        )
-    return groups[key]

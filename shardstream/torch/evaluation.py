@@ -15,10 +15,12 @@ import torch.distributed as dist
 from shardstream.errors import DesyncError, PlanError
 from shardstream.manifest import Manifest
 from shardstream.torch.batch import Batch
-from shardstream.torch.counts import RankSums, data_parallel_ranks
+from shardstream.torch.counts import RankSums
 from shardstream.torch.evaluation_report import Averages, EvaluationReport, Tally
+from shardstream.torch.groups import device_for
 from shardstream.torch.meeting import agree
 from shardstream.torch.spool import IDS_PER_PART, Held, Int64Array, Layout, Spool, collapse
+from shardstream.torch.topology import data_parallel_ranks, is_initialized
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -228,7 +230,7 @@ class Evaluation:
         assert self._spool is not None  # noqa: S101 - narrows the type
         assert self._layout is not None  # noqa: S101 - narrows the type
         rows = self._spool.read(part)
-        me = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        me = dist.get_rank() if is_initialized() else 0
         return collapse([Held(rows, np.full(len(rows), me))], self._layout, self._rtol)
 
     def _summed(self, offers: Mapping[int, dict[str, Any]], wire: _Wire) -> EvaluationReport:
@@ -266,8 +268,7 @@ class _Wire:
     def __init__(self, group: Any, ranks: Sequence[int], timeout_s: float) -> None:
         self.ranks, self.is_broken = ranks, False
         self._group, self._timeout_s = group, timeout_s
-        is_gloo = group is None or dist.get_backend(group) == "gloo"
-        self._device = torch.device("cpu" if is_gloo else torch.accelerator.current_accelerator() or "cpu")
+        self._device = device_for("gloo" if group is None else str(dist.get_backend(group)))
 
     def send(self, rows: Int64Array) -> None:
         """Sends ``int64[n, num_words]`` to the first rank."""

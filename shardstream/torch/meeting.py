@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from shardstream import errors
 from shardstream.errors import listed
-from shardstream.torch.counts import data_parallel_ranks
 from shardstream.torch.rendezvous import prefixed
+from shardstream.torch.topology import data_parallel_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -32,6 +32,7 @@ def agree(
     decide: Callable[[Mapping[int, Any]], Any],
     *,
     group: ProcessGroup | None = None,
+    ranks: Sequence[int] | None = None,
     timeout_s: float = 60.0,
 ) -> Any:
     """Every rank makes an offer, the first one decides once all have, and every rank gets what it decided.
@@ -42,6 +43,7 @@ def agree(
         decide: Called on the first rank with the offers by global rank, in order; returns JSON values. The errors of
             this package that it raises are raised on every rank.
         group: The ranks that meet; default all.
+        ranks: Their global ranks, as the other way to say it: in the same order on each of them.
         timeout_s: Until all must have come.
 
     Returns:
@@ -55,7 +57,7 @@ def agree(
         >>> agree("the sum", 2, lambda offers: sum(offers.values()))  # one process: nothing is communicated
         2
     """
-    ranks = data_parallel_ranks(group)
+    ranks = data_parallel_ranks(group) if ranks is None else list(ranks)
     if len(ranks) == 1:
         return decide({ranks[0]: offer})
     me = dist.get_rank()

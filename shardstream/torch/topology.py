@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardstream.errors import TopologyError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -124,12 +125,41 @@ def resolve_topology(
         resolved = topology
     elif mesh is not None:
         resolved = _from_mesh(mesh, [mesh_dim] if isinstance(mesh_dim, str) else list(mesh_dim), environ)
-    elif dist.is_available() and dist.is_initialized():
+    elif is_initialized():
         resolved = _from_group(dist.get_rank(), dist.get_world_size(), environ)
     else:
         resolved = topology_from_environ(environ)
     check_device(resolved, torch.cuda.device_count())
     return resolved
+
+
+def data_parallel_ranks(
+    group: ProcessGroup | None = None, mesh: DeviceMesh | None = None, mesh_dim: str | Sequence[str] = "dp"
+) -> list[int]:
+    """Returns the global ranks that hold different data and step together; ``[0]`` without a process group.
+
+    Raises:
+        TopologyError: If both a group and a mesh are given, or the mesh has no such dimension.
+    """
+    if group is not None and mesh is not None:
+        raise TopologyError("both group= and mesh= are given", hint="give the one that says who is data-parallel")
+    if mesh is not None:
+        resolve_topology(mesh=mesh, mesh_dim=mesh_dim, environ={})  # refuses what does not exist
+        names = mesh.mesh_dim_names or ()
+        coordinate = list(mesh.get_coordinate() or [])
+        dims = [mesh_dim] if isinstance(mesh_dim, str) else list(mesh_dim)
+        index = tuple(slice(None) if name in dims else coordinate[axis] for axis, name in enumerate(names))
+        kept = [name for name in names if name in dims]
+        ranks: list[int] = mesh.mesh[index].permute([kept.index(dim) for dim in dims]).flatten().tolist()
+        return ranks
+    if not is_initialized():
+        return [0]
+    return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+
+
+def is_initialized() -> bool:
+    """Returns whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def topology_from_environ(environ: Mapping[str, str] = os.environ) -> Topology:

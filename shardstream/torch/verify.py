@@ -15,7 +15,7 @@ from shardstream.errors import PlanError, TopologyError, listed
 from shardstream.torch.dataset import StreamingDataset
 from shardstream.torch.loader import StreamingLoader
 from shardstream.torch.meeting import agree
-from shardstream.torch.topology import Topology
+from shardstream.torch.topology import Topology, is_initialized
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +85,7 @@ def compare_ranks(offers: Mapping[int, Mapping[str, Any]]) -> None:
 
 
 def _identity(topology: Topology) -> dict[str, Any]:
-    num_processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    num_processes = dist.get_world_size() if is_initialized() else 1
     return {
         "rank": topology.rank,
         "world_size": topology.world_size,
@@ -106,7 +106,7 @@ def _device(topology: Topology) -> str | None:
 
 
 def _backend_is_nccl() -> bool:
-    return dist.is_available() and dist.is_initialized() and "nccl" in str(dist.get_backend())
+    return is_initialized() and "nccl" in str(dist.get_backend())
 
 
 def _host() -> str:

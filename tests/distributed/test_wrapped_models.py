@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstream.errors import PlanError
+from shardstream.errors import PlanError, TopologyError
+from shardstream.torch.counts import RankSums
+from shardstream.torch.groups import own_group
 from shardstream.torch.windows import windows
 from tests.support.processes import run_checks
 from tests.support.training import BOUNDS, TwoHeads, check, fake_window, reference, relative_error, right, step_with
@@ -129,7 +131,62 @@ def hsdp_equals_one_process(rank):
         check([[tensor.full_tensor() for tensor in tensors] for tensors in found], counts, torch.float64)
 
 
-FOUR_RANKS = [a_mesh_with_tensor_parallel_peers, hsdp_equals_one_process]
+def a_replica_with_a_group_more(rank):
+    """Torch names a group that only its ranks make by how many groups a rank is in; ours must meet all the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if rank >= 2:
+        dist.new_group([2, 3], use_local_synchronization=True)
+    sums = RankSums(mesh=mesh, timeout_s=5.0, purpose="test")
+    assert sums.issue([1, rank], "a window").wait() == [2, 2 * (rank % 2) + 2]
+    assert RankSums(mesh=mesh, timeout_s=5.0, purpose="test").group is sums.group
+
+
+def ranks_in_another_order(rank):
+    """Group ranks are data ranks, also where the mesh's dimensions are given in another order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    sums = RankSums(mesh=mesh, mesh_dim=("shard", "replicate"), timeout_s=5.0, purpose="test")
+    assert sums.ranks == [0, 2, 1, 3]
+    assert dist.get_rank(sums.group) == sums.topology.rank == [0, 2, 1, 3][rank]
+    said = [None] * 4
+    dist.all_gather_object(said, rank, group=sums.group)
+    assert said == sums.ranks
+    root = torch.tensor([rank])
+    dist.broadcast(root, src=2, group=sums.group)
+    assert int(root) == 2
+
+
+FOUR_RANKS = [
+    a_mesh_with_tensor_parallel_peers,
+    hsdp_equals_one_process,
+    a_replica_with_a_group_more,
+    ranks_in_another_order,
+]
+
+
+def one_that_does_not_count(rank):
+    """Nobody waits for it longer than the deadline, and all are told who it is."""
+    if rank != 1:
+        with pytest.raises(TopologyError, match=r"2 of 3 ranks came to the group of counts within 1 s.*missing 1"):
+            windows(fake_window({"lm": [[1], [1], [1]]}, rank), timeout_s=1.0)
+    dist.barrier()
+
+
+def one_that_wants_another_backend(rank):
+    with pytest.raises(TopologyError, match=r"different backends: found \{0: 'gloo', 1: 'nccl', 2: 'gloo'\}"):
+        own_group([0, 1, 2], "nccl" if rank == 1 else "gloo", 5.0, "test")
+
+
+THREE_RANKS = [one_that_does_not_count, one_that_wants_another_backend]
+
+
+@pytest.fixture(scope="module")
+def three_ranks():
+    return run_checks(THREE_RANKS, 3)
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in THREE_RANKS])
+def test_on_three_ranks(three_ranks, name):
+    assert three_ranks[name] == [""] * 3, "\n".join(three_ranks[name])
 
 
 @pytest.fixture(scope="module")

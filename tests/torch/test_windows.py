@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from shardstream.errors import CursorError, PlanError, TopologyError
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
-from shardstream.torch import counts as counts_module
-from shardstream.torch.counts import RankSums, WindowCounts, data_parallel_ranks
+from shardstream.torch.counts import RankSums, WindowCounts
+from shardstream.torch.groups import default_backend
+from shardstream.torch.topology import data_parallel_ranks
 from shardstream.torch.windows import windows
 from tests.support.corpora import manifest_of_files, parquet_manifest
 from tests.support.training import TwoHeads, fake_batch, fake_window, gradients_of, head_sums, relative_error
@@ -268,8 +269,8 @@ def test_counts_leave_padding_out(manifest):
 
 def test_large_jobs_count_on_their_own_backend(monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    assert counts_module._default_backend(256) == "gloo"
-    assert counts_module._default_backend(257) == "nccl"
+    assert default_backend(256) == "gloo"
+    assert default_backend(257) == "nccl"
 
 
 def test_refusals(manifest):
