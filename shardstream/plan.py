@@ -25,6 +25,7 @@ from shardstream.packing import Packed, PackedOrder, Packing
 from shardstream.permutation import Int64Array
 
 _DEALT_AT_ONCE = 4096  # samples of a rank
+_MOST_MARKS = 64  # of shards in a cursor, which is to be about 1 KB
 
 
 class PlannedBatch(NamedTuple):
@@ -238,6 +239,7 @@ class Plan:
             packing=None if self.packed is None else self.packed.packing.identity(),
             world_size=self.world_size if self.tail in PARITY_TAILS else None,
             manifest=None if self.manifest.path is None else shown_url(self.manifest.path),
+            shards="".join(self.manifest.shard_marks) if self.manifest.num_shards <= _MOST_MARKS else None,
         )
 
     def cursor_after(self, batch: PlannedBatch, grid_start: int = 0) -> Cursor:
@@ -284,15 +286,20 @@ class Plan:
         """Names, for a message, the shards that differ from the manifest that a cursor was made with."""
         if cursor.fingerprint == self.manifest.fingerprint:
             return ""
-        if cursor.manifest is None:
-            return "; which shards differ is unknown: the cursor's manifest was never saved"
-        try:
-            before = Manifest.load(cursor.manifest)
-        except Exception as error:  # noqa: BLE001 - the refusal comes through, whatever became of the old manifest
-            return f"; which shards differ is unknown: {error}"
-        if before.fingerprint != cursor.fingerprint:
-            return f"; which shards differ is unknown: {cursor.manifest} is no longer the cursor's manifest"
-        return "; shards: " + "; ".join(self.manifest.differences(before))
+        reason = "the cursor's manifest was never saved"
+        if cursor.manifest is not None:
+            try:
+                before = Manifest.load(cursor.manifest)
+            except Exception as error:  # noqa: BLE001 - the refusal comes through, whatever became of the manifest
+                reason = str(error)
+            else:
+                if before.fingerprint == cursor.fingerprint:
+                    return "; shards: " + "; ".join(self.manifest.differences(before))
+                reason = f"{cursor.manifest} is no longer the cursor's manifest"
+        if cursor.shards is None:
+            return f"; which shards differ is unknown: {reason}"
+        marks = [cursor.shards[begin : begin + 8] for begin in range(0, len(cursor.shards), 8)]
+        return "; shards: " + "; ".join(self.manifest.differences_by_marks(marks))
 
     # ------------------------------------------------------------------------------------------------ batches
 
@@ -325,9 +332,7 @@ class Plan:
             end = index + deal.num_micro_batches(rank)
             first = max(first_index, index)
             wanted = range(first + (worker - first) % num_workers, end, num_workers)
-            for batch in _dealt(deal, rank, wanted, index):
-                window, is_last = batch.batch_index // self.accumulate, batch.batch_index == end - 1
-                yield batch._replace(epoch=epoch, window=window, is_last_in_epoch=is_last)
+            yield from _dealt(epoch, deal, rank, wanted, range(index, end))
             if self.tail != "continue":
                 return
             index = end
@@ -340,16 +345,16 @@ def _span(epochs: Int64Array) -> range:
     return range(int(epochs.min()), int(epochs.max()) + 1) if len(epochs) else range(0)
 
 
-def _dealt(deal: Deal, rank: int, wanted: range, first_index: int) -> Iterator[PlannedBatch]:
-    """Yields the wanted micro-batches of one epoch; whole windows are dealt many at a time."""
+def _dealt(epoch: int, deal: Deal, rank: int, wanted: range, of_epoch: range) -> Iterator[PlannedBatch]:
+    """Yields the wanted ones of a rank's micro-batches of one epoch; whole windows are dealt many at a time."""
     share, at_once = deal.batch_size * deal.accumulate, max(1, _DEALT_AT_ONCE // (deal.batch_size * deal.accumulate))
     begin, end = 0, 0
     positions = np.empty((0, share), np.int64)
     real = np.zeros(deal.batch_size, np.bool_)
     for index in wanted:
-        window, micro = divmod(index - first_index, deal.accumulate)
+        window, micro = divmod(index - of_epoch.start, deal.accumulate)
         if window >= deal.num_whole_windows:
-            cut = deal.micro_batch(rank, index - first_index)
+            cut = deal.micro_batch(rank, index - of_epoch.start)
             here, is_padding, is_last = cut.positions, cut.is_padding, cut.is_last
         else:
             if not begin <= window < end:
@@ -358,7 +363,8 @@ def _dealt(deal: Deal, rank: int, wanted: range, first_index: int) -> Iterator[P
             here = positions[window - begin, micro * deal.batch_size : (micro + 1) * deal.batch_size]
             is_padding, is_last = real, micro == deal.accumulate - 1
         place = deal.start + window * deal.global_batch
-        yield PlannedBatch(index, 0, place, window, micro, here, is_padding, is_last, is_last_in_epoch=False)
+        of_pass, is_end = index // deal.accumulate, index == of_epoch.stop - 1
+        yield PlannedBatch(index, epoch, place, of_pass, micro, here, is_padding, is_last, is_end)
 
 
 @dataclass(frozen=True, eq=False)

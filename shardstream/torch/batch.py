@@ -126,7 +126,7 @@ class Batch:
         self._on_touch: Touch | None = None
 
     def __len__(self) -> int:
-        return len(self._sample_ids)
+        return self._sample_ids.numel()
 
     def __contains__(self, column: object) -> bool:
         return column in self._columns

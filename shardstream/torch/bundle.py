@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, islice, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -17,23 +17,9 @@ import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper
 
-from shardstream.cursor import Cursor
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.parcel import Parcel, pack, unpack
 from shardstream.torch.ragged import Ragged, each_tensor, pinned
-
-
-class Mark(NamedTuple):
-    """One micro-batch of a bundle: its size and its place, in plain numbers."""
-
-    num_rows: int
-    position: int
-    window: int
-    micro: int
-    is_last_in_window: bool
-    is_last_in_pass: bool
-    cursor: tuple[int, int, int]
-    """Epoch, position and grid start of the cursor that is right once it was trained on."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +31,8 @@ class Bundle:
         sample_ids: int64[n].
         is_padding: bool[n].
         valid_tokens: Head name → int64[n].
-        marks: The micro-batches, in order.
-        identity: A cursor of the plan.
-        pass_start: See ``Place``.
+        sizes: Rows of each micro-batch.
+        places: Where each stands.
         origin_token: See ``Batch``.
         source_index: See ``Batch``: int64[n], or None.
         source_names: See ``Batch``.
@@ -57,28 +42,27 @@ class Bundle:
     sample_ids: Tensor
     is_padding: Tensor
     valid_tokens: Mapping[str, Tensor]
-    marks: Sequence[Mark]
-    identity: Cursor
-    pass_start: tuple[int, ...]
+    sizes: Sequence[int]
+    places: Sequence[Place]
     origin_token: int | None
     source_index: Tensor | None = None
     source_names: tuple[str, ...] = ()
 
     def batches(self) -> Iterator[Batch]:
         """Cuts it into its micro-batches."""
-        sizes = [mark.num_rows for mark in self.marks]
+        sizes = list(self.sizes)
         columns = {name: _split(column, sizes) for name, column in self.columns.items()}
         valid = {head: torch.split_with_sizes(counts, sizes) for head, counts in self.valid_tokens.items()}
         ids, padding = torch.split_with_sizes(self.sample_ids, sizes), torch.split_with_sizes(self.is_padding, sizes)
         source = self.source_index
         sources = [None] * len(sizes) if source is None else torch.split_with_sizes(source, sizes)
-        for number, mark in enumerate(self.marks):
+        for number, place in enumerate(self.places):
             yield Batch(
                 {name: column[number] for name, column in columns.items()},
                 sample_ids=ids[number],
                 is_padding=padding[number],
                 valid_tokens={head: counts[number] for head, counts in valid.items()},
-                place=place_of(mark, self.identity, self.pass_start),
+                place=place,
                 origin_token=self.origin_token,
                 source_index=sources[number],
                 source_names=self.source_names,
@@ -154,19 +138,6 @@ def in_turn(bundles: Bundles, num_workers: int) -> Generator[Batch, None, None]:
             if batch is None:
                 break
             yield batch
-
-
-def place_of(mark: Mark, identity: Cursor, pass_start: tuple[int, ...]) -> Place:
-    """Returns the place that a mark stands for."""
-    return Place(
-        position=mark.position,
-        cursor=identity.at(*mark.cursor),
-        window_index=mark.window,
-        micro_index=mark.micro,
-        is_last_in_window=mark.is_last_in_window,
-        is_last_in_pass=mark.is_last_in_pass,
-        pass_start=pass_start,
-    )
 
 
 def _split(column: Any, sizes: Sequence[int]) -> Sequence[Any]:

@@ -18,8 +18,8 @@ from shardstream.mixture_layout import layout_of
 from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.plan import PlannedBatch
 from shardstream.torch.assemble import Assembly
-from shardstream.torch.batch import Batch
-from shardstream.torch.bundle import Bundle, Bundles, Mark, SingleBatches, place_of
+from shardstream.torch.batch import Batch, Place
+from shardstream.torch.bundle import Bundle, Bundles, SingleBatches
 from shardstream.torch.mixed import by_source, source_names, without_source
 from shardstream.torch.start import PassId, SharedStart
 
@@ -236,9 +236,8 @@ class _BatchMaker:
             sample_ids=torch.from_numpy(gathered.sample_ids),
             is_padding=is_padding,
             valid_tokens=by_source(valid_tokens, source_index, self._names),
-            marks=[self._mark(batch) for batch in gathered.batches],
-            identity=self._plan.cursor(),
-            pass_start=self._pass_start,
+            sizes=[len(batch.positions) for batch in gathered.batches],
+            places=[self._place(batch) for batch in gathered.batches],
             origin_token=self._token,
             source_index=source_index,
             source_names=self._names,
@@ -257,20 +256,19 @@ class _BatchMaker:
             sample_ids=torch.from_numpy(fetched.sample_ids),
             is_padding=torch.from_numpy(np.array(fetched.batch.is_padding)),
             valid_tokens=by_source(valid_tokens, source_index, self._names),
-            place=place_of(self._mark(fetched.batch), self._plan.cursor(), self._pass_start),
+            place=self._place(fetched.batch),
             origin_token=self._token,
             source_index=source_index,
             source_names=self._names,
         )
 
-    def _mark(self, planned: PlannedBatch) -> Mark:
-        cursor = self._plan.cursor_after(planned, self._pass_start[2])
-        return Mark(
-            num_rows=len(planned.positions),
+    def _place(self, planned: PlannedBatch) -> Place:
+        return Place(
             position=planned.position,
-            window=planned.window,
-            micro=planned.micro,
+            cursor=self._plan.cursor_after(planned, self._pass_start[2]),
+            window_index=planned.window,
+            micro_index=planned.micro,
             is_last_in_window=planned.is_last_in_window,
             is_last_in_pass=planned.is_last_in_epoch and self._plan.has_end,
-            cursor=(cursor.epoch, cursor.position, cursor.grid_start),
+            pass_start=self._pass_start,
         )

@@ -39,11 +39,11 @@ class Ragged:
     is_null: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.offsets.dtype != torch.int64 or self.offsets.ndim != 1 or len(self.offsets) == 0:
+        if self.offsets.dtype != torch.int64 or self.offsets.ndim != 1 or self.offsets.numel() == 0:
             raise ValueError(f"offsets must be int64[b + 1], found {self.offsets.dtype}{list(self.offsets.shape)}")
 
     def __len__(self) -> int:
-        return len(self.offsets) - 1
+        return self.offsets.numel() - 1
 
     def __getitem__(self, index: int) -> Tensor | None:
         """Returns row ``index`` as a view of ``values``; None where the row is null."""
