@@ -16,6 +16,7 @@ from shardstream.audit.arithmetic import check_by_arithmetic
 from shardstream.audit.enumeration import check_by_enumeration
 from shardstream.audit.labels import Labels, read_labels
 from shardstream.audit.mixture import MixtureReport, SourceCounts, audit_mixture
+from shardstream.audit.mixture_logs import MixtureLogsReport, check_mixture_logs
 from shardstream.audit.quality import ShuffleQuality, expected_classes, shuffle_quality, uniform_neighbours
 from shardstream.audit.report import AuditReport, EpochCounts, RankCounts
 from shardstream.audit.simulate import passes
@@ -29,6 +30,7 @@ __all__ = [
     "AuditReport",
     "EpochCounts",
     "Labels",
+    "MixtureLogsReport",
     "MixtureReport",
     "PackingFigures",
     "RankCounts",
@@ -38,6 +40,7 @@ __all__ = [
     "TracedBatch",
     "audit",
     "audit_mixture",
+    "check_mixture_logs",
     "expected_classes",
     "read_cost",
     "read_labels",

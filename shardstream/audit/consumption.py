@@ -105,7 +105,7 @@ def check_consumed(directory: str | os.PathLike[str], manifest: Manifest) -> Con
     if faults := _foreign_manifests(logs, manifest):
         return ConsumedReport(tuple(faults), tuple(_notes(logs, empty)), (), ())
     attempts = {k: list(of_attempt) for k, of_attempt in groupby(logs, key=lambda log: log.attempt)}
-    violations = [fault for of_attempt in attempts.values() for fault in _disagreements(of_attempt)]
+    violations = [fault for of_attempt in attempts.values() for fault in disagreements(of_attempt)]
     windows, counts = _windows_that_count(attempts, manifest)
     first = _first_known(logs)
     windows = [window for window in windows if window.place >= first]
@@ -153,7 +153,7 @@ def _first_known(logs: list[RankLog]) -> Place:
     return max(((window.epoch, window.position) for window in cut), default=(0, 0))
 
 
-def _disagreements(logs: list[RankLog]) -> list[str]:
+def disagreements(logs: list[RankLog]) -> list[str]:
     """Ranks of one attempt begin at one place, with one plan."""
     first, faults = logs[0], []
     for log in logs[1:]:

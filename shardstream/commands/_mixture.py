@@ -11,9 +11,10 @@ from shardstream.commands._tables import print_verdict, stdout, table
 
 if TYPE_CHECKING:
     from shardstream.audit import MixtureReport
+    from shardstream.mixing import Mixture
 
 _PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "seed", "shuffle")
-_OTHERS = ("lanes", "tail", "epochs", "label", "with_trace", "consumed", "ledger", "step")
+_OTHERS = ("lanes", "tail", "epochs", "label", "with_trace", "step")
 
 
 def is_mixture(path: str | None) -> bool:
@@ -22,7 +23,7 @@ def is_mixture(path: str | None) -> bool:
 
 
 def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: list[str]) -> bool:
-    """Audits a mixture and prints what was found.
+    """Audits a mixture, or the logs of a run on it, and prints what was found.
 
     Returns:
         Whether everything holds.
@@ -40,6 +41,8 @@ def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: li
             option = "--trace" if name == "with_trace" else f"--{name}"
             raise click.UsageError(f"{option} goes with one data set, not with a mixture")
     mixture = Mixture.load(options["manifest_path"], storage_options=options["storage_options"])
+    if (directory := options["ledger"] or options["consumed"]) is not None:
+        return _audit_logs(mixture, directory, as_json=options["as_json"])
     packing, length = None, options["sequence_length"]
     if length is not None:
         mode: Any = "whole" if options["whole"] else "tokens"
@@ -56,6 +59,20 @@ def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: li
         print_json({**report.to_dict(), "warnings": list(warnings)})
     else:
         _print(report)
+    return report.holds
+
+
+def _audit_logs(mixture: Mixture, directory: str, *, as_json: bool) -> bool:
+    from shardstream.audit import check_mixture_logs
+
+    report = check_mixture_logs(directory, mixture)
+    if as_json:
+        print_json(report.to_dict())
+        return report.holds
+    out = stdout()
+    for note in report.notes:
+        out.print(f"Note: {note}", markup=False, soft_wrap=True)
+    print_verdict(out, report.violations, report.verdict())
     return report.holds
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from shardstream.audit import check_mixture_logs
 from shardstream.mixture_file import mixture_of
 from shardstream.mixture_plan import MixturePlan
 from shardstream.packing import Packing
@@ -65,6 +66,9 @@ def test_a_mixture_is_trained_on_two_ranks_and_resumed_on_three(tmp_path: Path) 
     mixture = mixture_of(settings["data"]["mixture"])
     plan = MixturePlan.make(mixture, batch_size=12, seed=7, packing=[Packing(64, eos_id=0)] * 2)
     assert lines[-1]["passes"] == {name: round(times, 4) for name, times in plan.passes(480).items()}
+    report = check_mixture_logs(run / "ledger", mixture)
+    assert report.holds, report.violations
+    assert (report.num_windows, report.position, report.num_attempts) == (40, 480, 2)
     cursor = torch.load(max((run / "checkpoints").glob("*.pt")), weights_only=True)["cursor"]
     assert (cursor["epoch"], cursor["position"]) == (0, 480)
     assert Counter(start for start, _, _ in cursor["mixture"]["schedule"]) == {0: 1, 240: 1}
