@@ -13,7 +13,8 @@ from shardstream.permutation import ORDER_VERSION
 
 CURSOR_VERSION = 1
 
-_FREE = {"epoch", "position", "grid_start", "manifest"}  # may differ between a cursor and the plan it is loaded into
+# What may differ between a cursor and the plan it is loaded into.
+_FREE = {"epoch", "position", "grid_start", "manifest", "shards"}
 _BATCH = {"global_batch"}
 _WHOLE_NUMBERS = {  # and the least they may be
     "seed": None,
@@ -46,6 +47,8 @@ class Cursor:
         mixture: Sources, weights and schedule of a mixture (``MixturePlan.identity``), or None.
         world_size: Only for the tails ``"repeat"`` and ``"truncate"``, which are tied to it; else None.
         manifest: Where the manifest was, without credentials: to name shards that differ. Not compared.
+        shards: A mark of 8 hex digits a shard (``Manifest.shard_marks``), end to end, where there are at most 64: to
+            name shards that differ when that manifest is gone, or never was a file. Not compared.
         order_version: Version of the order's arithmetic.
         version: Version of this value's layout.
 
@@ -70,6 +73,7 @@ class Cursor:
     mixture: Mapping[str, Any] | None = field(default=None, hash=False)
     world_size: int | None = None
     manifest: str | None = None
+    shards: str | None = None
     order_version: int = ORDER_VERSION
     version: int = CURSOR_VERSION
 
@@ -113,7 +117,7 @@ class Cursor:
             hint = "upgrade shardstream"
             raise CursorError("the cursor is of a newer version", expected=CURSOR_VERSION, found=version, hint=hint)
         names = {f.name for f in fields(cls)}
-        required = names - {"grid_start", "packing", "mixture", "world_size", "manifest"}
+        required = names - {"grid_start", "packing", "mixture", "world_size", "manifest", "shards"}
         if missing := sorted(required - set(state)):
             raise CursorError(
                 "a cursor lacks fields", expected=", ".join(missing), found=", ".join(map(str, list(state)[:20]))
@@ -212,8 +216,9 @@ class Cursor:
             _whole_number(state, name, least)
         if self.world_size is not None:
             _whole_number(state, "world_size", 1)
-        for name in ("fingerprint", "tail", "manifest"):
-            if not isinstance(state[name], str) and not (name == "manifest" and self.manifest is None):
+        for name in ("fingerprint", "tail", "manifest", "shards"):
+            is_optional = name in ("manifest", "shards")
+            if not isinstance(state[name], str) and not (is_optional and state[name] is None):
                 raise CursorError(f"a cursor's {name} must be a text", found=repr(state[name])[:80])
         if not isinstance(self.shuffle, (bool, str)):
             raise CursorError("a cursor's shuffle must be true, false or a text", found=repr(self.shuffle)[:80])

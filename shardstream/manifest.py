@@ -200,7 +200,30 @@ class Manifest:
                 f"{url} has moved from place {old[url][0]} to {new[url][0]}" for url in new if new[url] != old[url]
             ]
         texts = texts or ["the same shards, some of them another number of times"]
-        return texts[:at_most] + ([f"and {len(texts) - at_most} more"] if len(texts) > at_most else [])
+        return _cut(texts, at_most)
+
+    @cached_property
+    def shard_marks(self) -> tuple[str, ...]:
+        """A mark of 8 hex digits a shard: of what the fingerprint takes of it, its url included."""
+        return tuple(_shard_mark(self, shard) for shard in range(self.num_shards))
+
+    def differences_by_marks(self, before: Sequence[str], *, at_most: int = 10) -> list[str]:
+        """Names the shards that differ from an earlier manifest of which only ``shard_marks`` are left.
+
+        Args:
+            before: The earlier manifest's marks.
+            at_most: How many to name; the rest is counted.
+
+        Returns:
+            Texts as ``differences`` gives them. A mark has no name: what is not here any more is counted only.
+        """
+        known = set(before)
+        num_gone = len(known - set(self.shard_marks))
+        news = "was added or has changed" if num_gone else "was added"
+        texts = [f"{self.urls[k]} {news}" for k, mark in enumerate(self.shard_marks) if mark not in known]
+        if num_gone > len(texts):
+            texts.insert(0, f"{num_gone} of the {len(before)} shards are missing or have changed")
+        return _cut(texts or ["the same shards in another order or another number of times"], at_most)
 
     # ------------------------------------------------------------------------------------------------ making
 
@@ -296,6 +319,18 @@ def _shard_identity(manifest: Manifest, shard: int) -> tuple[object, ...]:
     blocks = slice(*manifest.shard_first_block[shard : shard + 2].tolist())
     rows, run_rows = manifest.block_rows[blocks].tolist(), manifest.block_run_rows[blocks].tolist()
     return (manifest.formats[shard], manifest.digests[shard], rows, run_rows)
+
+
+def _shard_mark(manifest: Manifest, shard: int) -> str:
+    hasher = hashlib.blake2b(digest_size=4, person=b"shard1")
+    form, digest, *numbers = _shard_identity(manifest, shard)
+    _hash_texts(hasher, (manifest.urls[shard], str(form), str(digest)))
+    hasher.update(np.array(numbers, dtype="<i8").tobytes())
+    return hasher.hexdigest()
+
+
+def _cut(texts: list[str], at_most: int) -> list[str]:
+    return texts[:at_most] + ([f"and {len(texts) - at_most} more"] if len(texts) > at_most else [])
 
 
 def _hash_texts(hasher: hashlib.blake2b, texts: Iterable[str]) -> None:

@@ -13,6 +13,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from shardstream.cursor import CURSOR_VERSION, Cursor
 from shardstream.deal import Deal
 from shardstream.errors import CursorError
+from shardstream.manifest import Manifest
+from shardstream.plan import Plan
 
 CURSOR = Cursor(fingerprint="ab" * 16, seed=1, epoch=2, position=64, global_batch=32, shuffle=True, lanes=8, tail="pad")
 
@@ -33,6 +35,7 @@ def cursors(draw):
         packing=draw(st.none() | st.dictionaries(text, st.integers() | text, max_size=3)),
         world_size=draw(st.none() | st.integers(1, 4096)),
         manifest=draw(st.none() | text),
+        shards=draw(st.none() | text),
         order_version=draw(st.integers(1, 9)),
     )
 
@@ -53,6 +56,8 @@ def test_a_cursor_survives_every_way_to_keep_it(cursor):
 
 def test_a_cursor_is_small():
     assert len(CURSOR.to_json()) < 1024
+    manifest = Manifest.synthetic(num_shards=64, blocks_per_shard=3, rows_per_block=9)
+    assert len(Plan.make(manifest, batch_size=64).cursor(7, 2**40).to_json()) < 1024
 
 
 json_values = st.recursive(
@@ -143,7 +148,8 @@ def test_fields_that_came_later_may_be_missing():
 def test_every_field_but_the_place_is_compared(name):
     other = dataclasses.replace(CURSOR, **{name: "other"})
     expected = [f"{name}: {getattr(CURSOR, name)!r} in the cursor, 'other' here"]
-    assert CURSOR.differences(other) == ([] if name in {"epoch", "position", "grid_start", "manifest"} else expected)
+    is_free = name in {"epoch", "position", "grid_start", "manifest", "shards"}
+    assert CURSOR.differences(other) == ([] if is_free else expected)
     assert CURSOR.differences(CURSOR) == []
 
 

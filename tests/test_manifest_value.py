@@ -181,6 +181,19 @@ def test_many_differences_are_counted():
     assert after.differences(before, at_most=12)[-1] == "shard-000031.parquet was added"
 
 
+def test_marks_name_what_is_new_and_count_what_is_gone():
+    marks = MANIFEST.shard_marks
+    assert len(set(marks)) == 3
+    assert changed(digests=["aa", "xx", "cc"]).differences_by_marks(marks) == ["1.parquet was added or has changed"]
+    assert MANIFEST.differences_by_marks(marks[1:]) == ["0.parquet was added"]
+    gone = ["1 of the 4 shards are missing or have changed"]
+    assert MANIFEST.differences_by_marks([*marks, "01234567"]) == gone
+    moved = ["the same shards in another order or another number of times"]
+    assert MANIFEST.differences_by_marks(marks[::-1]) == moved
+    many = Manifest.synthetic(num_shards=12, blocks_per_shard=1, rows_per_block=1)
+    assert many.differences_by_marks(marks)[-1] == "and 2 more"
+
+
 def test_names_that_are_not_utf8_are_hashed_too():
     odd = changed(urls=["0.parquet", "1.parquet", b"\xff.parquet".decode("utf-8", "surrogateescape")])
     assert len(odd.fingerprint) == 32

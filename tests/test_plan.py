@@ -303,7 +303,7 @@ def test_few_samples_on_many_ranks(world_size):
         (
             {"manifest": manifest_of([63], [9])},
             (
-                "; which shards differ is unknown: the cursor's manifest was never saved; "
+                "; shards: 4 of the 4 shards are missing or have changed; 0.parquet was added or has changed; "
                 "resume with the manifest the run began with; or start a new run without the cursor"
             ),
         ),
@@ -386,9 +386,23 @@ def test_shards_that_differ_are_named_from_the_two_manifests(tmp_path):
     assert "fingerprint: " in str(refused.value)
     assert "; shards: 0.parquet has changed; 2.parquet has changed; resume with the manifest" in str(refused.value)
 
+    # The old manifest is gone: the cursor's own marks say which shards differ, if there are not too many.
+    unmarked = dataclasses.replace(cursor, shards=None)
     after.save(tmp_path / "before.parquet", overwrite=True)
     with pytest.raises(CursorError, match=r"unknown: .*before\.parquet is no longer the cursor's manifest"):
-        plan_of(after).resume(cursor)
+        plan_of(after).resume(unmarked)
     (tmp_path / "before.parquet").unlink()
     with pytest.raises(CursorError, match=r"fingerprint: .*; which shards differ is unknown: .*before\.parquet"):
+        plan_of(after).resume(unmarked)
+    changed = "0.parquet was added or has changed; 2.parquet was added or has changed; resume with"
+    with pytest.raises(CursorError, match=changed):
         plan_of(after).resume(cursor)
+
+
+def test_a_cursor_has_no_marks_of_many_shards():
+    few, many = (Manifest.synthetic(num_shards=n, blocks_per_shard=1, rows_per_block=2) for n in (64, 65))
+    cursor = plan_of(few).cursor()
+    assert len(cursor.shards) == 64 * 8
+    assert plan_of(many).cursor().shards is None
+    with pytest.raises(CursorError, match=r"here; shards: shard-000064\.parquet was added; resume"):
+        plan_of(many).resume(cursor)

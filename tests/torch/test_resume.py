@@ -209,6 +209,27 @@ def test_what_differs_is_refused_and_named(corpus, change):
         rank_dataset(corpus, **{"lanes": 2, **change}).load_state_dict(cursor)
 
 
+@pytest.mark.parametrize("old", ["kept", "overwritten", "never saved"])
+@pytest.mark.parametrize(
+    ("sizes", "named"), [([4, 4, 4, 3], "part-00003.parquet was added"), ([4, 5, 4], "part-00001.parquet ")]
+)
+def test_case_c42_changed_shards_are_named_whatever_became_of_the_old_manifest(tmp_path, old, sizes, named):
+    path = tmp_path / "corpus.manifest.parquet"
+    before = parquet_manifest(tmp_path / "before", [4, 4, 4])
+    before = before if old == "never saved" else before.save(path)
+    batches = iter(StreamingLoader(rank_dataset(before, batch_size=1)))
+    cursor = json.loads(json.dumps([next(batches) for _ in range(5)][-1].cursor.state_dict()))
+    after = parquet_manifest(tmp_path / "after", sizes)
+    if old == "overwritten":
+        after = after.save(path, overwrite=True)
+    dataset = rank_dataset(after, batch_size=1)
+    with pytest.raises(CursorError, match=f"fingerprint: .* here; shards: {named}"):
+        dataset.load_state_dict(cursor)
+    dataset = rank_dataset(before, batch_size=1)
+    dataset.load_state_dict(cursor)
+    assert len(dataset) == 7
+
+
 @pytest.mark.parametrize("run_rows", [3, 100])
 def test_resuming_late_costs_what_starting_costs(tmp_path, run_rows):
     """Blocks opened for the first batches at 0 %, 50 % and 95 % of an epoch."""
