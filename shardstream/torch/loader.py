@@ -5,15 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch.utils.data import DataLoader
 
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError
+from shardstream.permutation import key64
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.bundle import in_turn
 from shardstream.torch.dataset import StreamingDataset
+
+_LOADER_NUMBERS = count()
 
 OnBreak: TypeAlias = Literal["restart", "continue", "next"]
 
@@ -51,6 +56,8 @@ class StreamingLoader(DataLoader[Batch]):
                 raise PlanError(f"StreamingLoader takes no {name}", hint="the dataset decides: give it there")
         if options.get("in_order", True) is False:
             raise PlanError("in_order=False would make the order depend on timing", hint="leave it out")
+        if options.get("generator") is None:
+            options["generator"] = _own_generator()
         super().__init__(dataset, batch_size=None, **options)
         self.on_break = on_break
         self._progress: _Progress | None = None
@@ -141,6 +148,18 @@ class StreamingLoader(DataLoader[Batch]):
                 hint="it would never see the rest: give on_break='continue' (go on there) or 'next' (next epoch)",
             )
         self._restarted = broken_at
+
+
+def _own_generator() -> torch.Generator:
+    """A generator for the seeds of workers, which follows from ``torch.manual_seed`` and takes nothing from its stream.
+
+    A DataLoader draws from the global stream whenever it is iterated: a resumed run, which iterates once more, would
+    drop out other units than one that was never broken.
+    """
+    generator = torch.Generator()
+    seed = key64(torch.initial_seed(), next(_LOADER_NUMBERS), "loader")
+    generator.manual_seed(seed - (1 << 63))
+    return generator
 
 
 @dataclass

@@ -15,10 +15,11 @@ from pathlib import Path
 import fsspec
 import psutil
 import pytest
+import torch
 
 from shardstream.errors import ShardStreamWarning
 from shardstream.fetch import Reading
-from shardstream.torch import StreamingDataset, Topology
+from shardstream.torch import StreamingDataset, StreamingLoader, Topology
 from tests.support.corpora import manifest_of_files, parquet_manifest, with_runs
 from tests.support.streams import loader_of, real_ids
 
@@ -208,3 +209,12 @@ def test_memory_follows_what_is_open_not_the_size_of_a_row_group(tmp_path):
     assert measured["samples"] == num_rows
     assert measured["num_bytes"] == 4 * num_rows * length
     assert measured["growth"] < 250 << 20, measured
+
+
+def test_iterating_takes_nothing_from_the_global_random_stream(corpus):
+    torch.manual_seed(5)
+    loader = StreamingLoader(dataset_of(corpus), num_workers=2)
+    next(iter(loader))
+    with_loader = torch.rand(3)
+    torch.manual_seed(5)
+    assert torch.equal(with_loader, torch.rand(3))

@@ -148,14 +148,10 @@ class Job:
         if has_cuda:
             torch.cuda.set_device(device)
         dataset = open_dataset(config, topology)
-        # A DataLoader draws a number whenever it begins to iterate, and a resumed run begins once more: were it drawn
-        # from the generator that dropout uses, no resumed run would equal an undisturbed one.
-        own_generator = torch.Generator().manual_seed(config.seed)
         loader = StreamingLoader(
             dataset,
             num_workers=config.data.num_workers,
             pin_memory=has_cuda,
-            generator=own_generator,
             worker_init_fn=_outlive_sigterm,
         )
         torch.manual_seed(config.seed)  # the same weights on every rank
