@@ -12,6 +12,8 @@ from shardstream.manifest import Manifest
 from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.packed_layout import COLUMNS
 from shardstream.packing import Packing, PackingMode
+from shardstream.permutation import Int64Array
+from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Place
 
@@ -98,17 +100,36 @@ def constant_targets(plan: AnyPlan, assembly: Assembly, place: Place) -> dict[st
     Returns:
         Head name → targets; None where they must be counted: with masks, in the last, partial window of an epoch.
     """
-    packed = plan.packed
-    is_plain = assembly.collate is None and set(assembly.targets.values()) <= {LABELS}
-    if packed is None or isinstance(plan, MixturePlan) or not packed.packing.has_constant_targets or not is_plain:
+    if assembly.collate is not None or not set(assembly.targets.values()) <= {LABELS}:
         return None
     first_epoch, first_position, *_ = place.pass_start
-    begin = first_epoch * plan.num_positions + first_position + place.window_index * plan.global_batch
-    epoch, position = divmod(begin, plan.num_positions)
+    begin = first_position + place.window_index * plan.global_batch
+    if isinstance(plan, MixturePlan):
+        return _constant_of_mixture(plan, assembly, begin + np.arange(plan.global_batch))
+    epoch, position = divmod(first_epoch * plan.num_positions + begin, plan.num_positions)
     if position + plan.global_batch > plan.num_positions and plan.tail != "continue":
         return None
-    ids = plan.sample_ids(epoch, position + np.arange(plan.global_batch))
+    num_targets = _num_targets(plan, epoch, position + np.arange(plan.global_batch))
+    return None if num_targets is None else dict.fromkeys(assembly.targets, num_targets)
+
+
+def _constant_of_mixture(plan: MixturePlan, assembly: Assembly, positions: Int64Array) -> dict[str, int] | None:
+    """The targets of whole heads, and of each source's."""
+    places, of_source = plan.sources(positions), {}
+    for index, (name, each) in enumerate(plan.by_name.items()):
+        num_targets = _num_targets(each, 0, places.position[places.source == index])
+        if num_targets is None:
+            return None
+        of_source[name] = num_targets
+    heads = dict.fromkeys(assembly.targets, sum(of_source.values()))
+    return heads | {f"{head}/{name}": num for head in assembly.targets for name, num in of_source.items()}
+
+
+def _num_targets(plan: Plan, epoch: int, positions: Int64Array) -> int | None:
+    """Targets of the sequences at positions; None if that does not follow from positions alone."""
+    packed = plan.packed
+    if packed is None or not packed.packing.has_constant_targets:
+        return None
     num_missing = plan.num_positions * packed.packing.sequence_length - (packed.num_places - 1)
-    num_last = int(np.count_nonzero(ids == plan.num_positions - 1))
-    num_targets = plan.global_batch * packed.packing.sequence_length - num_last * num_missing
-    return dict.fromkeys(assembly.targets, num_targets)
+    num_last = int(np.count_nonzero(plan.sample_ids(epoch, positions) == plan.num_positions - 1))
+    return len(positions) * packed.packing.sequence_length - num_last * num_missing

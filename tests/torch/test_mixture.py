@@ -12,13 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError, ShardStreamWarning
 from shardstream.mixing import Mixture
+from shardstream.packing import Packing
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens, windows
 from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manifest, tokens_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata calls it
+]
 
 G = 12
 
@@ -220,6 +226,20 @@ def test_losses_of_each_source_have_a_denominator_of_their_own(documents):
         next(iter(windows(StreamingLoader(dataset), heads=("lm/wbe",))))
 
 
+def test_what_follows_from_positions_is_what_is_counted(documents):
+    dataset = dataset_of(documents, sequence_length=7, accumulate=3)
+    counted = {}
+    for batch in islice(StreamingLoader(dataset), 90):
+        window = counted.setdefault(batch.window_index, dict.fromkeys(batch.valid_tokens, 0))
+        for head, targets in batch.valid_tokens.items():
+            window[head] += int(targets.sum())
+        if batch.is_last_in_window:
+            assert dataset.constant_targets(batch.place) == window
+    assert len({window["lm"] for window in counted.values()}) > 1  # the last sequence of a line has padding
+    masked = dataset_of(documents, packing=Packing(7, mask_document_starts=True))
+    assert masked.constant_targets(next(iter(masked)).place) is None
+
+
 # ------------------------------------------------------------------------------------------------------ ends and edits
 
 
@@ -301,3 +321,42 @@ def test_collate_sees_the_columns_alone(sources):
     batch = next(iter(dataset))
     assert "__source__" not in batch
     assert set(batch.valid_tokens) == {"lm", "lm/code", "lm/web"}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_blocks_are_opened_about_once_a_pass(tmp_path, world_size):
+    sources = {
+        "a": (parquet_manifest(tmp_path / "a", [120] * 12, 10), 3),
+        "b": (parquet_manifest(tmp_path / "b", [60] * 8, 10), 1),
+    }
+    num_opened = 0
+    for rank in range(world_size):
+        dataset = dataset_of(sources, rank=rank, world_size=world_size, batch_size=24 // world_size, stop_after="b")
+        assert len(dataset) == len(list(dataset)) == 80
+        num_opened += dataset.stats.num_blocks_opened
+    passes = dataset.plan.passes(dataset.plan.stop)
+    num_blocks = passes["a"] * 144 + passes["b"] * 48
+    assert num_opened <= 1.35 * num_blocks, num_opened / num_blocks
+
+
+def test_a_stateful_data_loader_keeps_its_place_and_gives_a_cursor_for_elsewhere(sources):
+    loader = StatefulDataLoader(dataset_of(sources, batch_size=6), batch_size=None, num_workers=2)
+    before = list(islice(loader, 10))
+    state = loader.state_dict()
+    again = StatefulDataLoader(dataset_of(sources, batch_size=6), batch_size=None, num_workers=2)
+    again.load_state_dict(state)
+    after = [rows_of(batch) for batch in islice(again, 4)]
+    expected = [rows_of(batch) for batch in islice(StreamingLoader(dataset_of(sources, batch_size=6)), 14)]
+    assert [rows_of(batch) for batch in before] + after == expected
+    cursor = Cursor.from_torchdata(state)
+    assert (cursor.epoch, cursor.position) == (0, 60)
+    elsewhere = [dataset_of(sources, rank=rank, world_size=2, batch_size=3) for rank in range(2)]
+    for dataset in elsewhere:
+        dataset.load_state_dict(cursor)
+    found = [row for dataset in elsewhere for batch in islice(dataset, 4) for row in rows_of(batch)]
+    assert sorted(found) == sorted(row for rows in after for row in rows)
+
+
+def test_workers_that_are_spawned_read_the_same(sources):
+    loader = StreamingLoader(dataset_of(sources), num_workers=1, multiprocessing_context="spawn")
+    assert rows_of(next(iter(loader))) == rows_of(next(iter(dataset_of(sources))))
