@@ -189,8 +189,9 @@ def _gathers(
     are opened again for the sake of memory.
     """
     most = max(1, min(most_rows, _GATHER_NUM_BYTES // layout.row_num_bytes) // plan.batch_size)
-    common = gcd(plan.lanes, plan.global_batch)
-    num_windows, rows_of_lane = plan.lanes // common, plan.global_batch // common  # until each lane was visited alike
+    lanes = plan.lanes_in_turn
+    common = gcd(lanes, plan.global_batch)
+    num_windows, rows_of_lane = lanes // common, plan.global_batch // common  # until each lane was visited alike
     cycle = plan.accumulate * num_windows
     cycle //= gcd(cycle, num_workers)
     if cycle <= most:

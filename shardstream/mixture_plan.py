@@ -159,6 +159,11 @@ class MixturePlan:
         """Lanes of all sources together."""
         return sum(plan.lanes for plan in self.plans)
 
+    @property
+    def lanes_in_turn(self) -> int:
+        """Lanes to which positions go in turn: as if there were G, as every window visits each about once."""
+        return self.global_batch
+
     @cached_property
     def fingerprint(self) -> str:
         """32 hex digits over names and fingerprints of the sources."""

@@ -159,6 +159,11 @@ class Plan:
         return self.tail != "continue"
 
     @property
+    def lanes_in_turn(self) -> int:
+        """Lanes to which positions go in turn."""
+        return self.lanes
+
+    @property
     def pin(self) -> int:
         """What a cursor pins of a plan, as one number, in which the main process tells it to workers: the lanes."""
         return self.lanes
