@@ -11,76 +11,35 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from math import gcd
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from shardstream.ahead import BlocksAhead
 from shardstream.columns import Rows, slice_rows
-from shardstream.errors import DecodeError, PlanError, ReadError, ShardStreamError
+from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RunKey
-from shardstream.mixture_layout import layout_of
+from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
 from shardstream.plan import PlannedBatch
+from shardstream.ranges import Ranges
+from shardstream.read_stats import OpenedBlock, ReadStats
+from shardstream.reading import Reading
 
-_GATHER_ROWS = 2048
+__all__ = ["Fetched", "Gathered", "ReadStats", "Reading", "fetch"]
+
 _GATHER_NUM_BYTES = 16 << 20
 _ROWS_OF_LANE = 64
-_LOOK_AHEAD = 3
 _THREAD_NAME = "shardstream-read"
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How data is read; it changes nothing of what is read.
-
-    Attributes:
-        num_threads: Threads that read and decode; None for up to 4 without worker processes, 1 in each of them.
-        look_ahead: Gathers that are prepared before they are asked for.
-        gather_rows: Samples that are taken together, at the most.
-        storage_options: For ``fsspec``.
-        timeout_s: How long a batch may be waited for, in seconds.
-
-    Raises:
-        PlanError: If a number is not positive.
-    """
-
-    num_threads: int | None = None
-    look_ahead: int = _LOOK_AHEAD
-    gather_rows: int = _GATHER_ROWS
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
-    timeout_s: float = 1800.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_threads", "look_ahead", "gather_rows", "timeout_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise PlanError(f"Reading({name}=) must be positive", found=value)
-
-
-@dataclass
-class ReadStats:
-    """What reading did so far.
-
-    Attributes:
-        num_blocks_opened: How often a block was opened.
-        num_runs_read: Runs decoded.
-        num_samples: Samples handed out, padding included.
-        num_bytes: Bytes of their columns.
-    """
-
-    num_blocks_opened: int = 0
-    num_runs_read: int = 0
-    num_samples: int = 0
-    num_bytes: int = 0
 
 
 class Fetched(NamedTuple):
@@ -142,9 +101,12 @@ def fetch(
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
     gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)  # its own: decoding need not wait for copies
-    runs = _OpenRuns(layout, reading.storage_options, pool, stats)
+    ranges = reading.ranges(manifests_of(plan), stats, num_workers)
+    runs = _OpenRuns(layout, reading, pool, stats, ranges)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
+    if runs.ahead is not None:
+        waiting = runs.ahead.gathers(waiting)
     is_late = False
     try:
         for planned in islice(waiting, reading.look_ahead):
@@ -169,6 +131,8 @@ def fetch(
         for threads in (pool, gathering):
             threads.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
         runs.close()
+        if ranges is not None:
+            ranges.close(wait=not (is_late or is_reader))
 
 
 # ---------------------------------------------------------------------------------------------------------- gathers
@@ -205,6 +169,7 @@ def _gathers(
 
 
 def _start(planned: Planned, runs: _OpenRuns, gathering: ThreadPoolExecutor) -> _Gather:
+    runs.epoch = planned.batches[0].epoch
     futures = [runs.acquire(key) for key in planned.keys]
 
     def read() -> Rows:
@@ -245,14 +210,17 @@ class _OpenRuns:
     def __init__(
         self,
         layout: Layout,
-        storage_options: Mapping[str, Any],
+        reading: Reading,
         pool: ThreadPoolExecutor,
         stats: ReadStats,
+        ranges: Ranges | None,
     ) -> None:
-        self._layout, self._options = layout, storage_options
-        self._pool, self._stats = pool, stats
+        self._layout, self._options = layout, reading.storage_options
+        self._pool, self._stats, self._ranges = pool, stats, ranges
+        self.ahead = None if ranges is None else BlocksAhead(layout, self._shard_of, ranges, reading.look_ahead)
         self._held: dict[RunKey, _Held] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
+        self.epoch = 0  # of the gather that runs are acquired for
 
     def acquire(self, key: RunKey) -> _Opened:
         """Returns the run to be, opening it if it is not held."""
@@ -283,18 +251,25 @@ class _OpenRuns:
         if before is not None and not before.is_continued:
             before.is_continued = True
             return _Held(self._pool.submit(self._next_run, before.opened, key))
-        self._stats.num_blocks_opened += 1
+        self._stats.opened(OpenedBlock(self.epoch, key.source, key.block))
         return _Held(self._pool.submit(self._first_run, key))
 
     def _first_run(self, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        manifest, columns = self._layout.source(key)
+        shard, columns = self._shard_of(key), self._layout.source(key)[1]
+        if self.ahead is not None:
+            self.ahead.wait(key)
+        format_ = format_of("." + shard.manifest.formats[shard.index])
+        advanced = self._advanced(format_.read_runs(shard, key.block, columns, key.run), key)
+        if self.ahead is not None:
+            self.ahead.opened(key)
+        return advanced
+
+    def _shard_of(self, key: RunKey) -> Shard:
+        manifest, _ = self._layout.source(key)
         shard = int(manifest.shard_of_block(np.array(key.block)))
         if (key.source, shard) not in self._shards:
-            self._shards[key.source, shard] = Shard(manifest, shard, self._options)
-        stream = format_of("." + manifest.formats[shard]).read_runs(
-            self._shards[key.source, shard], key.block, columns, key.run
-        )
-        return self._advanced(stream, key)
+            self._shards[key.source, shard] = Shard(manifest, shard, self._options, self._ranges)
+        return self._shards[key.source, shard]
 
     def _next_run(self, before: _Opened, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
         return self._advanced(before.result()[1], key)

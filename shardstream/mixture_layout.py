@@ -24,6 +24,11 @@ SOURCE = "__source__"
 """Column with the index of each row's source: int64[n]."""
 
 
+def manifests_of(plan: AnyPlan) -> tuple[Manifest, ...]:
+    """Returns the manifests that a plan's shards are of; several of a mixture."""
+    return plan.mixture.manifests if isinstance(plan, MixturePlan) else (plan.manifest,)
+
+
 def shared_columns(mixture: Mixture, wanted: Sequence[str] | None) -> tuple[str, ...] | None:
     """Returns the columns to read of every source.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ import numpy.typing as npt
 from shardstream.columns import Rows
 from shardstream.errors import ManifestError
 from shardstream.manifest import ColumnSchema, Manifest
+
+if TYPE_CHECKING:
+    from shardstream.ranges import ByteRange, Ranges
 
 RUN_NUM_BYTES = 4 << 20  # a run is about this much, decoded
 
@@ -92,6 +95,16 @@ class Shard:
     manifest: Manifest
     index: int
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    ranges: Ranges | None = None
+    """Where byte ranges of it come from, and are asked for ahead; None to read each from storage as it is needed."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is read by its path, without ranges."""
+        from shardstream.storage import local_path
+
+        is_path = local_path(self.url) is not None
+        return is_path and not (self.ranges is not None and self.ranges.takes_local)
 
     @property
     def url(self) -> str:
@@ -114,6 +127,19 @@ class Format(Protocol):
         Raises:
             ManifestError: If the shard is broken or cannot be used, naming the shard and, where it applies, the member.
             ReadError: If storage failed.
+        """
+        ...
+
+    def ranges_of(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> list[ByteRange]:
+        """Returns what ``read_runs`` with the same arguments fetches first, so that it can be asked for ahead.
+
+        Of a block of one run that is all; of one that is streamed, its beginning.
+
+        Args:
+            shard: The shard.
+            block: Index of the block in the manifest.
+            columns: Names of the columns wanted, or None for all.
+            first_run: Run to begin with.
         """
         ...
 

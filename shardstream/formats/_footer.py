@@ -82,25 +82,19 @@ def _encrypted(url: str) -> ManifestError:
     return ManifestError("the shard is encrypted", url=url, hint="write it without encryption")
 
 
-def row_group_span(group: pq.RowGroupMetaData, columns: Sequence[str] | None = None) -> tuple[int, int, int]:
-    """Returns where a row group's column data is in the file.
+def row_group_spans(group: pq.RowGroupMetaData, columns: Sequence[str] | None = None) -> list[tuple[int, int]]:
+    """Returns where the column chunks (leaves) of a row group are in the file: first byte and end of each.
 
     Args:
         group: The row group.
         columns: Only these columns, or None for all.
-
-    Returns:
-        First byte, end, and the number of column chunks (leaves) in between that are meant.
     """
     chunks = [group.column(place) for place in range(group.num_columns)]
     if columns is not None:
         inside = tuple(f"{name}." for name in columns)
         chunks = [c for c in chunks if c.path_in_schema in columns or c.path_in_schema.startswith(inside)]
-    if not chunks:
-        return 0, 0, 0
     starts = [_chunk_start(chunk) for chunk in chunks]
-    end = max(start + chunk.total_compressed_size for start, chunk in zip(starts, chunks, strict=True))
-    return min(starts), end, len(chunks)
+    return [(start, start + chunk.total_compressed_size) for start, chunk in zip(starts, chunks, strict=True)]
 
 
 def _chunk_start(chunk: pq.ColumnChunkMetaData) -> int:

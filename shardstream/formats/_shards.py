@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -13,6 +15,7 @@ import zstandard
 
 from shardstream import storage
 from shardstream.errors import DecodeError, ManifestError, ReadError, ShardChangedError, ShardStreamError
+from shardstream.ranges import ByteRange, Ranges
 
 if TYPE_CHECKING:
     from shardstream.formats import Shard
@@ -22,8 +25,9 @@ _T = TypeVar("_T")
 
 DAMAGE = (pa.ArrowException, OSError, EOFError, zlib.error, zstandard.ZstdError)  # what decoders raise on bad bytes
 
+_NONE_AHEAD = Ranges()
 _MAX_REMEMBERED = 64  # shards a process keeps the tables of: about 1 MB each
-_checked: WeakKeyDictionary[Manifest, set[int]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[Manifest, dict[int, str]] = WeakKeyDictionary()  # shard → version tag that is right
 _remembered: WeakKeyDictionary[Manifest, dict[int, Any]] = WeakKeyDictionary()
 
 
@@ -74,25 +78,98 @@ def check_unchanged(shard: Shard, digest_now: Callable[[], str]) -> None:
         ShardChangedError: If it is another file.
         ReadError: If storage failed.
     """
-    manifest, index = shard.manifest, shard.index
-    checked = _checked.setdefault(manifest, set())
-    if index in checked:
+    checked = _checked.setdefault(shard.manifest, {})
+    if shard.index in checked:
         return
     now = storage.stat(shard.url, shard.storage_options)
-    num_bytes, tag = int(manifest.num_bytes[index]), manifest.version_tags[index]
+    num_bytes, tag = int(shard.manifest.num_bytes[shard.index]), shard.manifest.version_tags[shard.index]
     if (now.num_bytes, now.version_tag) != (num_bytes, tag):
-        was = f"{num_bytes} bytes, digest {manifest.digests[index]}"
-        hint = "put the indexed file back, or index again with --update and start from the new manifest"
-        changed = "the shard is not the one that was indexed"
-        try:
-            digest = digest_now()
-        except ManifestError as error:
-            found = f"{now.num_bytes} bytes that cannot be indexed ({error})"
-            raise ShardChangedError(changed, url=shard.url, expected=was, found=found, hint=hint) from error
-        if digest != manifest.digests[index]:
-            found = f"{now.num_bytes} bytes, digest {digest}"
-            raise ShardChangedError(changed, url=shard.url, expected=was, found=found, hint=hint)
-    checked.add(index)
+        _check_digest(shard, now.num_bytes, digest_now)
+    checked[shard.index] = now.version_tag
+
+
+def check_version(shard: Shard, tag: str | None, digest_now: Callable[[], str]) -> None:
+    """Compares the version tag that came along with data, at each read; where none came, once a process.
+
+    Args:
+        shard: The shard.
+        tag: What the store said, or None.
+        digest_now: See ``check_unchanged``.
+
+    Raises:
+        ShardChangedError: If it is another file.
+        ReadError: If storage failed.
+    """
+    checked = _checked.setdefault(shard.manifest, {})
+    if tag is None:
+        check_unchanged(shard, digest_now)
+    elif tag not in (shard.manifest.version_tags[shard.index], checked.get(shard.index)):
+        _check_digest(shard, storage.stat(shard.url, shard.storage_options).num_bytes, digest_now)
+        checked[shard.index] = tag
+
+
+def _check_digest(shard: Shard, num_bytes_now: int, digest_now: Callable[[], str]) -> None:
+    manifest, index = shard.manifest, shard.index
+    was = f"{manifest.num_bytes[index]} bytes, digest {manifest.digests[index]}"
+    hint = "put the indexed file back, or index again with --update and start from the new manifest"
+    changed = "the shard is not the one that was indexed"
+    try:
+        digest = digest_now()
+    except ManifestError as error:
+        found = f"{num_bytes_now} bytes that cannot be indexed ({error})"
+        raise ShardChangedError(changed, url=shard.url, expected=was, found=found, hint=hint) from error
+    if digest != manifest.digests[index]:
+        found = f"{num_bytes_now} bytes, digest {digest}"
+        raise ShardChangedError(changed, url=shard.url, expected=was, found=found, hint=hint)
+
+
+class ShardRanges:
+    """Byte ranges of one shard; what comes from storage is checked to be of the version that was indexed.
+
+    Args:
+        shard: The shard.
+        digest_now: See ``check_unchanged``.
+    """
+
+    def __init__(self, shard: Shard, digest_now: Callable[[], str]) -> None:
+        manifest, index = shard.manifest, shard.index
+        self._ranges, self._url, self._options = shard.ranges or _NONE_AHEAD, shard.url, shard.storage_options
+        self._version = f"{manifest.version_tags[index]} {manifest.num_bytes[index]} {manifest.digests[index]}"
+        self._check = partial(check_version, shard, digest_now=digest_now)
+
+    def range(self, start: int, end: int) -> ByteRange:
+        """Returns a range of the shard."""
+        return ByteRange(self._url, self._version, start, end, self._check, self._options)
+
+    def read(self, start: int, end: int) -> bytes:
+        """Reads a range; see ``Ranges.read``."""
+        return self._ranges.read(self.range(start, end))
+
+    def ahead(self, start: int, end: int) -> None:
+        """Asks for a range ahead; see ``Ranges.ahead``."""
+        self._ranges.ahead(self.range(start, end))
+
+    def forget(self, start: int, end: int) -> None:
+        """Takes that back."""
+        self._ranges.forget(self.range(start, end))
+
+
+@dataclass(frozen=True)
+class StorageRanges:
+    """Byte ranges of a file as storage has them now, none of them ahead: for indexing."""
+
+    url: str
+    storage_options: Mapping[str, Any]
+
+    def read(self, start: int, end: int) -> bytes:
+        """Reads a range."""
+        return storage.read_range(self.url, start, end, self.storage_options)
+
+    def ahead(self, start: int, end: int) -> None:
+        """Does nothing."""
+
+    def forget(self, start: int, end: int) -> None:
+        """Does nothing."""
 
 
 def remembered(shard: Shard, make: Callable[[], _T]) -> _T:

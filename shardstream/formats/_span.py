@@ -1,42 +1,111 @@
-"""A seekable file over a span of a remote object, fetched in few, large ranges."""
+"""A seekable file over the spans of an object that a decoder needs, fetched in few, large ranges."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import Any
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
 
 PIECE_NUM_BYTES = 8 << 20  # the largest range asked for at once
+_LEAST_PIECE_NUM_BYTES = 1 << 20
+_STREAMS_NUM_BYTES = 64 << 20  # what streams side by side hold together, as long as pieces do not get too small
+_JOINED_GAP_NUM_BYTES = 1 << 17  # cheaper to read than to ask again
+
+Span = tuple[int, int]
+
+
+class RangeSource(Protocol):
+    """Where ranges of an object come from; see ``Ranges``."""
+
+    def read(self, start: int, end: int) -> bytes: ...
+
+    def ahead(self, start: int, end: int) -> None: ...
+
+    def forget(self, start: int, end: int) -> None: ...
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """Joins spans with small gaps between them.
+
+    Example:
+        >>> joined([(1000, 2000), (2004, 3000), (5_000_000, 6_000_000)])
+        [(1000, 3000), (5000000, 6000000)]
+    """
+    made: list[Span] = []
+    for start, end in sorted(spans):
+        if made and start - made[-1][1] <= _JOINED_GAP_NUM_BYTES:
+            made[-1] = (made[-1][0], max(made[-1][1], end))
+        else:
+            made.append((start, end))
+    return made
+
+
+def pieces(spans: Sequence[Span], num_streams: int = 1) -> list[Span]:
+    """Cuts spans into the ranges that are asked for: all of a span if it is small.
+
+    Args:
+        spans: Apart from each other, in order.
+        num_streams: How many places are read side by side: the more, the smaller the pieces.
+
+    Example:
+        >>> [end - start for start, end in pieces([(0, 100), (200, 200 + (20 << 20))])]
+        [100, 6990507, 6990507, 6990506]
+    """
+    most = min(PIECE_NUM_BYTES, max(_LEAST_PIECE_NUM_BYTES, _STREAMS_NUM_BYTES // (num_streams + 1)))
+    made: list[Span] = []
+    for start, end in spans:
+        step = -(-(end - start) // max(1, -(-(end - start) // most)))
+        cuts = range(start, end, max(1, step))
+        made += [(cut, min(cut + step, end)) for cut in cuts]
+    return made
 
 
 class SpanFile(io.RawIOBase):
-    """A read-only file that fetches pieces of a span as they are needed and keeps the last few.
+    """A read-only file that fetches pieces of spans as they are needed and keeps the last few.
 
     Positions are those of the whole object, so that a decoder may use the offsets it knows. What lies outside the
-    span can be read as well, each time with a request of its own.
+    spans can be read as well, each time with a request of its own.
 
     Args:
-        fetch: ``fetch(start, end)`` returns those bytes of the object.
-        start: First byte of the span.
-        end: End of the span.
+        source: Where the bytes come from.
+        spans: What is going to be read.
         num_bytes: Size of the object.
         num_streams: How many places are read side by side (columns of a row group); that many pieces are kept.
+        is_streamed: Whether it is read little by little: then only the pieces after those that are read are asked for
+            ahead, else all are from the beginning.
 
     Example:
-        >>> file = SpanFile(lambda start, end: bytes(range(start, end)), start=10, end=20, num_bytes=100)
+        >>> class Numbers:
+        ...     ahead = forget = lambda self, start, end: None
+        ...     read = lambda self, start, end: bytes(range(start, end))
+        >>> file = SpanFile(Numbers(), [(10, 20)], num_bytes=100)
         >>> file.seek(12), list(file.read(3))
         (12, [12, 13, 14])
     """
 
     def __init__(
-        self, fetch: Callable[[int, int], bytes], *, start: int, end: int, num_bytes: int, num_streams: int = 1
+        self,
+        source: RangeSource,
+        spans: Sequence[Span],
+        *,
+        num_bytes: int,
+        num_streams: int = 1,
+        is_streamed: bool = True,
     ) -> None:
         super().__init__()
-        self._fetch, self._start, self._end, self._num_bytes = fetch, start, end, num_bytes
-        self._max_pieces = num_streams + 1
-        self._piece_num_bytes = min(PIECE_NUM_BYTES, max(1 << 20, 8 * PIECE_NUM_BYTES // self._max_pieces))
-        self._pieces: dict[int, bytes] = {}
-        self._position = start
+        self._source, self._num_bytes, self._is_streamed = source, num_bytes, is_streamed
+        self._pieces = pieces(spans, num_streams)
+        self._starts = [start for start, _ in self._pieces]
+        self._follows = {k + 1 for k, (one, other) in enumerate(pairwise(self._pieces)) if one[1] == other[0]}
+        self._most_held = num_streams + 1 if is_streamed else len(self._pieces)
+        self._held: dict[int, bytes] = {}
+        self._asked: set[int] = set()
+        self._position = self._starts[0] if self._starts else 0
+        if not is_streamed:
+            for index in range(len(self._pieces)):
+                self._ask(index)
 
     def readable(self) -> bool:
         return True
@@ -71,22 +140,33 @@ class SpanFile(io.RawIOBase):
         return filled
 
     def close(self) -> None:
-        """Drops what was fetched."""
-        self._pieces.clear()
+        """Drops what was fetched, and takes back what was asked for."""
+        self._held.clear()
+        while self._asked:
+            self._source.forget(*self._pieces[self._asked.pop()])
         super().close()
+
+    def _ask(self, index: int) -> None:
+        if index not in self._asked and index not in self._held:
+            self._asked.add(index)
+            self._source.ahead(*self._pieces[index])
 
     def _at(self, position: int, num_bytes: int) -> memoryview:
         """What is at ``position``: at most ``num_bytes``, up to the end of the piece that holds it."""
-        if not self._start <= position < self._end:
-            end = self._start if position < self._start else self._num_bytes
-            return memoryview(self._fetch(position, min(position + num_bytes, end)))
-        index = (position - self._start) // self._piece_num_bytes
-        piece_start = self._start + index * self._piece_num_bytes
-        piece = self._pieces.pop(index, None)
+        index = bisect_right(self._starts, position) - 1
+        if index < 0 or position >= self._pieces[index][1]:
+            following = self._starts[index + 1] if index + 1 < len(self._starts) else self._num_bytes
+            return memoryview(self._source.read(position, min(position + num_bytes, following)))
+        piece = self._held.pop(index, None)
         if piece is None:
-            piece = self._fetch(piece_start, min(piece_start + self._piece_num_bytes, self._end))
-        self._pieces[index] = piece  # at the end: the last one used
-        while len(self._pieces) > self._max_pieces:
-            del self._pieces[next(iter(self._pieces))]
-        skipped = position - piece_start
+            piece = self._source.read(*self._pieces[index])
+            if index in self._asked:
+                self._asked.remove(index)
+                self._source.forget(*self._pieces[index])
+            if self._is_streamed and index + 1 in self._follows:
+                self._ask(index + 1)
+        self._held[index] = piece  # at the end: the last one used
+        while len(self._held) > self._most_held:
+            del self._held[next(iter(self._held))]
+        skipped = position - self._starts[index]
         return memoryview(piece)[skipped : skipped + num_bytes]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,18 +22,21 @@ from shardstream.formats._footer import (
     num_missing,
     parse_footer,
     read_footer,
-    row_group_span,
+    row_group_spans,
 )
 from shardstream.formats._shards import (
     DAMAGE,
+    ShardRanges,
+    StorageRanges,
     check_unchanged,
     naming_damage,
     remembered,
     run_bounds,
     run_rows_of,
 )
-from shardstream.formats._span import SpanFile
+from shardstream.formats._span import RangeSource, SpanFile, joined, pieces
 from shardstream.manifest import ColumnSchema
+from shardstream.ranges import ByteRange
 
 _STREAM_NUM_BYTES = 1 << 20  # what pyarrow holds of each column while it streams a row group
 
@@ -68,8 +70,8 @@ class ParquetFormat:
         schema = _schema(footer, metadata, url)
         groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
         groups = [group for group in groups if group.num_rows]
-        spans = [row_group_span(group) for group in groups]
-        if any(not 0 < start < end <= info.num_bytes - len(footer) for start, end, _ in spans):
+        spans = [_whole_span(row_group_spans(group)) for group in groups]
+        if any(not 0 < start < end <= info.num_bytes - len(footer) for start, end in spans):
             raise ManifestError("the footer points outside the shard", url=url, hint="fetch or write it again")
         sizes = [decoded_num_bytes(group) for group in groups]
         run_rows = [
@@ -85,12 +87,26 @@ class ParquetFormat:
             digest=footer_digest(footer),
             block_rows=block_rows,
             block_run_rows=block_run_rows,
-            block_offset=np.array([start for start, _, _ in spans], np.int64),
-            block_num_bytes=np.array([end - start for start, end, _ in spans], np.int64),
+            block_offset=np.array([start for start, _ in spans], np.int64),
+            block_num_bytes=np.array([end - start for start, end in spans], np.int64),
             columns=tuple(ColumnSchema(f.name, str(f.type), num_missing(metadata, f)) for f in schema),
             arrow_schema=schema.serialize().to_pybytes(),
             lists={"footer": footer, **counts},
         )
+
+    def ranges_of(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> list[ByteRange]:
+        """Returns the column chunks of a row group, cut and joined; see ``Format.ranges_of``."""
+        del first_run  # a row group is decoded from its beginning
+        metadata = remembered(shard, lambda: _metadata(shard))
+        spans = row_group_spans(metadata.row_group(_row_group(shard, block, metadata)), columns)
+        wanted = joined(spans)
+        if shard.manifest.block_run_rows[block] >= shard.manifest.block_rows[block]:
+            ranges = pieces(wanted, len(spans))
+        else:
+            starts = {start for start, _ in wanted}
+            ranges = [piece for piece in pieces(wanted, len(spans)) if piece[0] in starts]
+        source = ShardRanges(shard, lambda: _digest_now(shard))
+        return [source.range(start, end) for start, end in ranges]
 
     def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
         """Yields the runs of a row group, cast to the manifest's schema; see ``Format.read_runs``.
@@ -98,16 +114,14 @@ class ParquetFormat:
         A row group of one run is read at once, one of several is streamed page by page. Entering it at a later run
         decodes the earlier ones, because Parquet has no way around that.
         """
-        check_unchanged(shard, lambda: _digest_now(shard))
+        if shard.is_local:
+            check_unchanged(shard, lambda: _digest_now(shard))
         metadata = remembered(shard, lambda: _metadata(shard))
         group = _row_group(shard, block, metadata)
         schema = pa.ipc.read_schema(pa.py_buffer(shard.manifest.arrow_schema)) if shard.manifest.arrow_schema else None
         bounds = run_bounds(shard, block)
-        num_bytes = int(shard.manifest.num_bytes[shard.index])
-        with (
-            naming_damage(shard.url, block),
-            _opened(shard.url, metadata, group, columns, num_bytes, shard.storage_options) as file,
-        ):
+        source = _source(shard, metadata, group, columns, is_streamed=len(bounds) > 1)
+        with naming_damage(shard.url, block), _opened(source, metadata) as file:
             names = list(columns) if columns is not None else (schema or file.schema_arrow).names
             _check_columns(shard, block, names, file.schema_arrow)
             tables = _tables(file, group, names, int(shard.manifest.block_run_rows[block]))
@@ -150,34 +164,48 @@ def _metadata(shard: Shard) -> pq.FileMetaData:
     return parse_footer(footer, shard.url)
 
 
+def _whole_span(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """From the first byte of all to the last one; nothing of a row group without columns."""
+    return min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
+
+
 def _row_group(shard: Shard, block: int, metadata: pq.FileMetaData) -> int:
     """The row group of a block: row groups without rows are not blocks."""
     with_rows = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
     return with_rows[block - int(shard.manifest.shard_first_block[shard.index])]
 
 
-@contextmanager
-def _opened(
-    url: str,
-    metadata: pq.FileMetaData,
-    group: int,
+def _source(
+    shard: Shard, metadata: pq.FileMetaData, group: int, columns: Sequence[str] | None, *, is_streamed: bool
+) -> Callable[[], pa.NativeFile]:
+    """What opens a shard to read one row group."""
+    path = storage.local_path(shard.url)
+    if path is not None and shard.is_local:
+        return lambda: pa.OSFile(path, "rb")
+    ranges = ShardRanges(shard, lambda: _digest_now(shard))
+    num_bytes = int(shard.manifest.num_bytes[shard.index])
+    return lambda: _span_source(ranges, metadata.row_group(group), columns, num_bytes, is_streamed=is_streamed)
+
+
+def _span_source(
+    ranges: RangeSource,
+    group: pq.RowGroupMetaData,
     columns: Sequence[str] | None,
     num_bytes: int,
-    storage_options: Mapping[str, Any],
-) -> Iterator[pq.ParquetFile]:
-    """Opens a shard to read one row group; what is opened is closed at the end."""
-    path = storage.local_path(url)
-    if path is None:
-        start, end, num_leaves = row_group_span(metadata.row_group(group), columns)
-        fetch = partial(storage.read_range, url, storage_options=storage_options)
-        source = pa.PythonFile(
-            SpanFile(fetch, start=start, end=end, num_bytes=num_bytes, num_streams=num_leaves), mode="r"
-        )
-    else:
-        source = pa.OSFile(path, "rb")
-    with source:
+    *,
+    is_streamed: bool,
+) -> pa.NativeFile:
+    spans = row_group_spans(group, columns)
+    file = SpanFile(ranges, joined(spans), num_bytes=num_bytes, num_streams=len(spans), is_streamed=is_streamed)
+    return pa.PythonFile(file, mode="r")
+
+
+@contextmanager
+def _opened(source: Callable[[], pa.NativeFile], metadata: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
+    """Opens a shard; what is opened is closed at the end."""
+    with source() as file:
         yield pq.ParquetFile(
-            source,
+            file,
             metadata=metadata,
             pre_buffer=False,  # it would fetch whole column chunks and cancel the buffer size
             buffer_size=_STREAM_NUM_BYTES,
@@ -258,7 +286,7 @@ def _count(
     groups = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
     for group, step in zip(groups, run_rows, strict=True):
         try:
-            with _opened(url, metadata, group, names, num_bytes, storage_options) as file:
+            with _opened(_unindexed(url, metadata, group, names, num_bytes, storage_options), metadata) as file:
                 for table in _tables(file, group, names, step):
                     columns = {name: column_of(table.column(name)) for name in names}
                     if options.tokens_column is not None:
@@ -271,6 +299,22 @@ def _count(
     if options.tokens_column is not None:
         counts |= token_counts(documents, options.pack)
     return counts
+
+
+def _unindexed(
+    url: str,
+    metadata: pq.FileMetaData,
+    group: int,
+    names: Sequence[str],
+    num_bytes: int,
+    storage_options: Mapping[str, Any],
+) -> Callable[[], pa.NativeFile]:
+    """What opens a shard that is in no manifest yet to read one row group."""
+    path = storage.local_path(url)
+    if path is not None:
+        return lambda: pa.OSFile(path, "rb")
+    ranges = StorageRanges(url, storage_options)
+    return lambda: _span_source(ranges, metadata.row_group(group), names, num_bytes, is_streamed=True)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO, cast
 
 import numpy as np
@@ -21,15 +20,17 @@ from shardstream.formats._counts import RunLengths, token_counts
 from shardstream.formats._decompress import ForwardFile, Frame, ZstdStream, decompressed
 from shardstream.formats._shards import (
     DAMAGE,
+    ShardRanges,
     check_unchanged,
     naming_damage,
     remembered,
     run_bounds,
 )
-from shardstream.formats._span import SpanFile
+from shardstream.formats._span import SpanFile, pieces
 from shardstream.formats._tar_blocks import TarBlocks, cut_blocks
 from shardstream.formats._tar_scan import Findings, MemberTable, group_members, scan_members
 from shardstream.manifest import ColumnSchema
+from shardstream.ranges import ByteRange
 
 KEY_COLUMN = "__key__"
 NO_WAY_IN = (
@@ -98,17 +99,28 @@ class TarFormat:
             warnings=tuple(findings.warnings),
         )
 
+    def ranges_of(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> list[ByteRange]:
+        """Returns the block's bytes, cut; see ``Format.ranges_of``."""
+        del columns  # the fields of a sample lie together
+        manifest = shard.manifest
+        ranges = pieces([_span(shard, block)])
+        if manifest.block_run_rows[block] < manifest.block_rows[block]:  # a plain tar is entered anywhere
+            ranges = [] if first_run and manifest.formats[shard.index] == "tar" else ranges[:1]
+        source = ShardRanges(shard, lambda: _digest_now(shard))
+        return [source.range(start, end) for start, end in ranges]
+
     def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
         """Yields the runs of a block; see ``Format.read_runs``.
 
         All fields of a run are views of one array: of a local plain tar the mapped file, else the bytes read. A field
         that was named and that a sample lacks is an error; with ``columns=None`` it is null there.
         """
-        check_unchanged(shard, lambda: _digest_now(shard))
+        if shard.is_local:
+            check_unchanged(shard, lambda: _digest_now(shard))
         samples = remembered(shard, lambda: _samples(shard))
         first_row = int(shard.manifest.block_start[block] - shard.manifest.first_sample[shard.index])
         bounds = [(first_row + first, first_row + end) for first, end in run_bounds(shard, block)][first_run:]
-        path = storage.local_path(shard.url)
+        path = storage.local_path(shard.url) if shard.is_local else None
         with naming_damage(shard.url, block):
             if path is not None and shard.manifest.formats[shard.index] == "tar":
                 for first, end in bounds:
@@ -273,23 +285,24 @@ def _whole(values: npt.NDArray[np.uint8], num_bytes: int) -> npt.NDArray[np.uint
     return values
 
 
+def _span(shard: Shard, block: int) -> tuple[int, int]:
+    """First byte and end of a block in its file."""
+    offset = int(shard.manifest.block_offset[block])
+    return offset, offset + int(shard.manifest.block_num_bytes[block])
+
+
 @contextmanager
 def _block_stream(shard: Shard, block: int, data_offset: int) -> Iterator[ForwardFile]:
     """The decoded bytes of a block, from where it can be entered."""
     manifest, url = shard.manifest, shard.url
     offset = int(manifest.block_offset[block])
-    if storage.local_path(url) is not None:
+    if shard.is_local:
         file = storage.open_source(url)
     else:
-        file = cast(
-            "BinaryIO",
-            SpanFile(
-                partial(storage.read_range, url, storage_options=shard.storage_options),
-                start=offset,
-                end=offset + int(manifest.block_num_bytes[block]),
-                num_bytes=int(manifest.num_bytes[shard.index]),
-            ),
-        )
+        ranges, num_bytes = ShardRanges(shard, lambda: _digest_now(shard)), int(manifest.num_bytes[shard.index])
+        is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
+        span = SpanFile(ranges, [_span(shard, block)], num_bytes=num_bytes, is_streamed=is_streamed)
+        file = cast("BinaryIO", span)
     with file:
         file.seek(offset)
         yield ForwardFile(decompressed(file, manifest.formats[shard.index]), position=data_offset)

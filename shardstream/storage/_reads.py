@@ -12,6 +12,7 @@ from stat import S_ISDIR
 from typing import Any, BinaryIO, cast
 
 import fsspec
+from fsspec.asyn import sync
 
 from shardstream.errors import ReadError
 from shardstream.storage._locations import local_path
@@ -83,6 +84,41 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
         return cast("bytes", data)
 
     return _checked(retried(url, storage_options, get), url, start, end)
+
+
+def read_versioned(url: str, start: int, end: int, storage_options: Options | None = None) -> tuple[bytes, str | None]:
+    """Reads a range as ``read_range`` does, and what the same answer tells of the file's version.
+
+    Returns:
+        The bytes, and the version tag as ``stat`` would return it; None where the store does not send one along.
+
+    Raises:
+        ReadError: If the file is missing, shorter than that, or cannot be reached within the deadline.
+    """
+
+    def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> tuple[bytes, str | None]:
+        if not hasattr(fs, "_call_s3"):
+            return read_range(url, start, end, storage_options), None
+        data, tag = sync(fs.loop, _get_from_s3, fs, inner, start, end, **limits)
+        if len(data) < end - start:
+            raise ShortBodyError(f"{len(data)} of {end - start} bytes came")
+        return data, tag
+
+    if end <= start or local_path(url) is not None:
+        return read_range(url, start, end, storage_options), None
+    data, tag = retried(url, storage_options, get)
+    return _checked(data, url, start, end), tag
+
+
+async def _get_from_s3(fs: fsspec.AbstractFileSystem, path: str, start: int, end: int) -> tuple[bytes, str | None]:
+    """What ``fs._cat_file`` does, which throws the etag away."""
+    bucket, key, version = fs.split_path(path)
+    more = {"VersionId": version} if version else {}
+    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **more)  # noqa: SLF001
+    try:
+        return await answer["Body"].read(), answer.get("ETag", "").strip('"') or None
+    finally:
+        answer["Body"].close()
 
 
 def read_tail(

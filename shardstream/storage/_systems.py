@@ -23,6 +23,9 @@ _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirecto
 _TRANSIENT_WORDS = ("Connection", "Timeout", "Payload", "Disconnected", "IncompleteRead")
 _RETRIED_STATUSES = frozenset({408, 425, 429})
 
+_MOST_CONNECTIONS = {"config_kwargs": {"max_pool_connections": 64}}  # botocore's 10 would be the limit of all reads
+_DEFAULTS: dict[str, dict[str, Any]] = {"s3": _MOST_CONNECTIONS, "s3a": _MOST_CONNECTIONS}
+
 _file_systems: dict[tuple[int, str, str], fsspec.AbstractFileSystem] = {}
 
 
@@ -44,7 +47,7 @@ def file_system(url: str, storage_options: Options | None = None) -> tuple[fsspe
             return cast("tuple[fsspec.AbstractFileSystem, str]", url_to_fs(url, **options))
         protocol = split_protocol(url)[0] or "file"
         kind = fsspec.get_filesystem_class(protocol)
-        options = {**kind._get_kwargs_from_urls(url), **options}  # noqa: SLF001 - how fsspec itself finds host and user
+        options = {**_DEFAULTS.get(protocol, {}), **kind._get_kwargs_from_urls(url), **options}  # noqa: SLF001 - how fsspec itself finds host and user
         key = (os.getpid(), protocol, repr(sorted(options.items())))
         if key not in _file_systems:
             _file_systems.setdefault(key, fsspec.filesystem(protocol, skip_instance_cache=True, **options))

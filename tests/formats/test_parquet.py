@@ -178,13 +178,13 @@ def test_a_remote_row_group_is_one_request_and_spares_other_columns(monkeypatch:
     fsspec.filesystem("memory").pipe_file("memory://one/a.parquet", sink.getvalue().to_pybytes())
     manifest = indexed("memory://one/a.parquet")
     ranges: list[int] = []
-    read_range = storage.read_range
+    read_versioned = storage.read_versioned
 
-    def counted(url: str, start: int, end: int, storage_options: Any = None) -> bytes:
+    def counted(url: str, start: int, end: int, storage_options: Any = None) -> tuple[bytes, str | None]:
         ranges.append(end - start)
-        return read_range(url, start, end, storage_options)
+        return read_versioned(url, start, end, storage_options)
 
-    monkeypatch.setattr(storage, "read_range", counted)
+    monkeypatch.setattr(storage, "read_versioned", counted)
     assert [row["small"] for row in read_all(manifest, ["small"])] == list(range(100))
     assert len(ranges) == manifest.num_blocks == 2
     assert sum(ranges) < 10_000
