@@ -221,12 +221,13 @@ def closed_by_peer(connection):
     return True
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(("num_workers", "num_shards"), [(0, 1), (1, 1), (1, 9)])
 @pytest.mark.parametrize("to_group", [False, True])
-def test_ctrl_c_ends_cleanly(silent_server, tmp_path, num_workers, to_group):
-    """By a signal to the program alone, and as a terminal does it, to all its processes."""
-    url = f"http://127.0.0.1:{silent_server.getsockname()[1]}/a.parquet"
-    started = start("index", url, "-o", tmp_path / "m", "--workers", num_workers, start_new_session=True)
+def test_ctrl_c_ends_cleanly(silent_server, tmp_path, num_workers, num_shards, to_group):
+    """By a signal to the program alone, and as a terminal does it, to all its processes; with more work to come."""
+    port = silent_server.getsockname()[1]
+    urls = [f"http://127.0.0.1:{port}/{shard}.parquet" for shard in range(num_shards)]
+    started = start("index", *urls, "-o", tmp_path / "m", "--workers", num_workers, start_new_session=True)
     connection, _ = silent_server.accept()
     (os.killpg if to_group else os.kill)(started.pid, signal.SIGINT)
     out, err = started.communicate(timeout=PATIENCE_S)

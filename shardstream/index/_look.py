@@ -81,13 +81,18 @@ def look_at_all(tasks: Sequence[Look], num_workers: int | None, executor: Execut
         ManifestError: If a worker process dies.
     """
     num_workers = default_num_workers([task.url for task in tasks]) if num_workers is None else num_workers
+    under_way: deque[Future[Finding]] = deque()
     if executor is not None:
-        yield from _in_order(executor.submit, tasks, 16 * _UNDER_WAY)
+        try:
+            yield from _in_order(executor.submit, tasks, 16 * _UNDER_WAY, under_way)
+        finally:
+            for future in under_way:
+                future.cancel()
     elif num_workers == 0:
         yield from map(look, tasks)
-    else:
+    else:  # the pool cancels what is under way: it must not find it cancelled when its processes are ended
         with _pool(min(num_workers, len(tasks))) as pool:
-            yield from _in_order(pool.submit, tasks, num_workers * _UNDER_WAY)
+            yield from _in_order(pool.submit, tasks, num_workers * _UNDER_WAY, under_way)
 
 
 def default_num_workers(urls: Sequence[str]) -> int:
@@ -103,8 +108,9 @@ def default_num_workers(urls: Sequence[str]) -> int:
     return min(num_cores, len(urls))
 
 
-def _in_order(submit: Callable[..., Future[Finding]], tasks: Sequence[Look], limit: int) -> Iterator[Finding]:
-    under_way: deque[Future[Finding]] = deque()
+def _in_order(
+    submit: Callable[..., Future[Finding]], tasks: Sequence[Look], limit: int, under_way: deque[Future[Finding]]
+) -> Iterator[Finding]:
     try:
         for task in tasks:
             with _interrupts_held():
@@ -116,9 +122,6 @@ def _in_order(submit: Callable[..., Future[Finding]], tasks: Sequence[Look], lim
     except BrokenExecutor as error:
         hint = 'give it more memory or fewer workers; a script must call it under `if __name__ == "__main__":`'
         raise ManifestError("a process that was indexing shards died", found=error, hint=hint) from error
-    finally:
-        for future in under_way:
-            future.cancel()
 
 
 @contextlib.contextmanager
