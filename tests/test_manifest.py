@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import shutil
@@ -156,6 +157,21 @@ def test_row_groups_end_at_100_shards_or_many_samples(tmp_path):
     written(tmp_path / "long", [a_row(str(k), lists=long) for k in range(5)])
     groups = pq.ParquetFile(tmp_path / "long").metadata
     assert [groups.row_group(k).num_rows for k in range(groups.num_row_groups)] == [2, 2, 1]
+
+
+def test_a_failure_behind_a_row_group_leaves_nothing_behind(tmp_path):
+    """Neither a file, nor a writer that closes itself when the file it writes to is closed."""
+
+    def fill(writer):
+        for shard in range(130):
+            writer.add(a_row(f"{shard:03d}.parquet"))
+        raise ManifestError("the last shard is bad")
+
+    for path in (tmp_path / "m.parquet", "memory://abandoned.manifest.parquet"):
+        with pytest.raises(ManifestError, match="the last shard is bad"):
+            write_manifest(fill, path)
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_lists_hold_one_row_group(tmp_path):

@@ -161,8 +161,7 @@ def write_manifest(
         return replace(manifest, lists=_lists_of(pq.ParquetFile(pa.BufferReader(data)), data=data))
     url = storage.absolute(os.fspath(path))
     there = _fingerprint_at(url, storage_options)
-    with storage.write_atomic(url, storage_options) as file:
-        writer = ManifestWriter(file)
+    with storage.write_atomic(url, storage_options) as file, contextlib.closing(ManifestWriter(file)) as writer:
         info = fill(writer)
         manifest = writer.finish(info, stored_root=_stored_root(info.root, url))
         if there not in (None, manifest.fingerprint) and not overwrite:

@@ -126,8 +126,13 @@ class ManifestWriter:
         }
         file = self._opened()
         file.add_key_value_metadata({METADATA_KEY: json.dumps(about).encode()})
-        file.close()
+        self.close()
         return manifest
+
+    def close(self) -> None:
+        """Ends the file, finished or not, as long as the sink is open."""
+        if self._file is not None:
+            self._file.close()
 
     def _manifest(self, info: DatasetInfo) -> Manifest:
         written = self._written
