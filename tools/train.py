@@ -137,6 +137,10 @@ def run_rank(config: Config, stop: Stop) -> None:
     if topology.rank == 0:
         how = f"resumes at step {job.step}, epoch {job.cursor.epoch}" if resumed else "begins"
         print(f"{config.run}: attempt {job.attempt} on {topology.world_size} ranks {how}", flush=True)
+        plan = job.loader.streaming_dataset.plan
+        if isinstance(plan, MixturePlan) and plan.stop is not None:
+            times = ", ".join(f"{name} {num:.2f} times" for name, num in plan.passes(plan.stop).items())
+            print(f"{config.run}: until position {plan.stop} the sources are gone through: {times}", flush=True)
     train(job, ledger, stop)
     dist.barrier()  # nobody takes the connections down while others use them
     dist.destroy_process_group()

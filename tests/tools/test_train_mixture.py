@@ -60,6 +60,7 @@ def test_a_mixture_is_trained_on_two_ranks_and_resumed_on_three(tmp_path: Path) 
         torchrun.finish()
     with Torchrun(config, run, 3) as torchrun:
         torchrun.finish()
+    assert "until position 480 the sources are gone through: descriptions" in torchrun.log.read_text()
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == list(range(1, 41))
     assert {line["world_size"] for line in lines} == {2, 3}
