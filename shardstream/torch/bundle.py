@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper
 
+from shardstream.read_stats import ReadCounts
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.parcel import Parcel, pack, unpack
 from shardstream.torch.ragged import Ragged, each_tensor, pinned
@@ -36,6 +37,7 @@ class Bundle:
         origin_token: See ``Batch``.
         source_index: See ``Batch``: int64[n], or None.
         source_names: See ``Batch``.
+        read: What its worker has read since its last message, if it is one.
     """
 
     columns: Mapping[str, Any]
@@ -47,6 +49,11 @@ class Bundle:
     origin_token: int | None
     source_index: Tensor | None = None
     source_names: tuple[str, ...] = ()
+    read: ReadCounts | None = None
+
+    def telling(self, read: ReadCounts) -> Bundle:
+        """Returns it with what its worker has read."""
+        return replace(self, read=read)
 
     def batches(self) -> Iterator[Batch]:
         """Cuts it into its micro-batches."""
@@ -89,11 +96,17 @@ class SingleBatches:
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches: list[Batch] = []
         self._error: ExceptionWrapper | None = None
+        self.read: ReadCounts | None = None
         try:
             for batch in batches:
                 self._batches.append(batch)
         except Exception:  # noqa: BLE001 - raised where it belongs: behind the batches before it
             self._error = ExceptionWrapper(where="in a DataLoader worker process")  # type: ignore[no-untyped-call]
+
+    def telling(self, read: ReadCounts) -> SingleBatches:
+        """Lets it say what its worker has read; returns it."""
+        self.read = read
+        return self
 
     def batches(self) -> Iterator[Batch]:
         """Yields the batches, and raises what came up behind them."""
@@ -106,11 +119,11 @@ class SingleBatches:
         self._batches = [batch.pin_memory() for batch in self._batches]
         return self
 
-    def __getstate__(self) -> tuple[Parcel, ExceptionWrapper | None]:
-        return pack([batch.__getstate__() for batch in self._batches]), self._error
+    def __getstate__(self) -> tuple[Parcel, ExceptionWrapper | None, ReadCounts | None]:
+        return pack([batch.__getstate__() for batch in self._batches]), self._error, self.read
 
-    def __setstate__(self, state: tuple[Parcel, ExceptionWrapper | None]) -> None:
-        parcel, self._error = state
+    def __setstate__(self, state: tuple[Parcel, ExceptionWrapper | None, ReadCounts | None]) -> None:
+        parcel, self._error, self.read = state
         self._batches = []
         for batch_state in unpack(parcel):
             batch = Batch.__new__(Batch)

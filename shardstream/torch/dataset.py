@@ -15,7 +15,7 @@ from shardstream.errors import CursorError, PlanError
 from shardstream.fetch import Reading, ReadStats
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
-from shardstream.mixture_layout import shared_columns
+from shardstream.mixture_layout import manifests_of, shared_columns
 from shardstream.mixture_plan import AnyPlan
 from shardstream.order import Shuffle
 from shardstream.packing import Packed, Packing, PackingMode
@@ -108,7 +108,8 @@ class StreamingDataset(IterableDataset[Batch]):
         self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index)
         sources = self.data.manifests if isinstance(self.data, Mixture) else (self.data,)
         asked = [packing_of(packing, sequence_length, tokens_column, eos_id, source) for source in sources]
-        if any(asked):
+        self._is_packed = any(asked)
+        if self._is_packed:
             self._assembly = packed_assembly(self._assembly, self.columns)
         else:
             if isinstance(self.data, Mixture):
@@ -175,6 +176,11 @@ class StreamingDataset(IterableDataset[Batch]):
     def heads(self) -> list[str]:
         """Names of the heads whose targets are counted; those of a mixture's sources are beside them."""
         return sorted(self._assembly.targets)
+
+    @property
+    def counted_column(self) -> str | None:
+        """The column whose entries are the tokens of a batch, where that is known."""
+        return "input_ids" if self._is_packed else manifests_of(self.plan)[0].tokens_column
 
     @property
     def source_heads(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -14,9 +15,11 @@ from torch.utils.data import DataLoader
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError
 from shardstream.permutation import key64
+from shardstream.read_stats import ReadStats
 from shardstream.torch.batch import Batch, Place
-from shardstream.torch.bundle import in_turn
+from shardstream.torch.bundle import Bundle, SingleBatches, in_turn
 from shardstream.torch.dataset import StreamingDataset
+from shardstream.torch.stats import LoaderStats, LoopClock
 
 _LOADER_NUMBERS = count()
 
@@ -34,6 +37,7 @@ class StreamingLoader(DataLoader[Batch]):
         on_break: ``"restart"``: the broken pass begins again, but a loop that breaks at the same place of the same
             epoch twice is an error, because it would never see the rest. ``"continue"``: behind the last whole window
             that was handed out. ``"next"``: the next epoch.
+        log_every_s: Seconds between two lines of figures in the log ``shardstream`` (level INFO); None for none.
         **options: Options of ``DataLoader``: ``num_workers``, ``pin_memory``, ``persistent_workers``,
             ``prefetch_factor``, ``multiprocessing_context``, ``timeout``, ``worker_init_fn``.
 
@@ -48,7 +52,14 @@ class StreamingLoader(DataLoader[Batch]):
         ...     save(loader.state_dict())
     """
 
-    def __init__(self, dataset: StreamingDataset, *, on_break: OnBreak = "restart", **options: Any) -> None:
+    def __init__(
+        self,
+        dataset: StreamingDataset,
+        *,
+        on_break: OnBreak = "restart",
+        log_every_s: float | None = None,
+        **options: Any,
+    ) -> None:
         if on_break not in get_args(OnBreak):
             raise PlanError("unknown on_break", expected=" or ".join(get_args(OnBreak)), found=repr(on_break))
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"):
@@ -58,8 +69,11 @@ class StreamingLoader(DataLoader[Batch]):
             raise PlanError("in_order=False would make the order depend on timing", hint="leave it out")
         if options.get("generator") is None:
             options["generator"] = _own_generator()
+        if log_every_s is not None and not log_every_s > 0:
+            raise PlanError("log_every_s must be positive, or None", found=log_every_s)
         super().__init__(dataset, batch_size=None, **options)
         self.on_break = on_break
+        self._clock = LoopClock(log_every_s)
         self._progress: _Progress | None = None
         self._restarted: tuple[int, ...] | None = None  # the break after which a pass was begun again
 
@@ -77,7 +91,8 @@ class StreamingLoader(DataLoader[Batch]):
         with dataset.begin_at(start), dataset.sending_bundles():
             batches: Iterator[Any] = super().__iter__()
         if self.num_workers:
-            batches = in_turn(batches, self.num_workers)
+            batches = in_turn(map(partial(_told, dataset.stats), batches), self.num_workers)
+        self._clock.begin_pass(dataset.counted_column)
         begun = _LoaderPass(self, batches, start, dataset.num_seeks)
         self._progress = begun.progress
         return begun
@@ -104,6 +119,10 @@ class StreamingLoader(DataLoader[Batch]):
             return self.streaming_dataset.state_dict()
         cursor: Cursor = left.start if left.last is None else left.last.cursor
         return cursor.state_dict()
+
+    def stats(self) -> LoaderStats:
+        """Returns what this loader did so far on this rank: how much, how fast, and who waited for whom."""
+        return self._clock.stats(self.streaming_dataset.stats)
 
     def load_state_dict(self, state: Mapping[str, Any] | Cursor, *, allow_batch_change: bool = False) -> None:
         """Lets the next pass begin at a cursor; see ``StreamingDataset.load_state_dict``.
@@ -162,6 +181,13 @@ def _own_generator() -> torch.Generator:
     return generator
 
 
+def _told(stats: ReadStats, bundle: Bundle | SingleBatches) -> Bundle | SingleBatches:
+    """Counts what the worker of a bundle has read for it."""
+    if bundle.read is not None:
+        stats.add(bundle.read)
+    return bundle
+
+
 @dataclass
 class _Progress:
     """How far a pass came.
@@ -206,6 +232,8 @@ class _LoaderPass(Iterator[Batch]):
             )
         if self._error is not None:
             raise self._error  # a loop that swallowed it must not take what is missing for the end of the epoch
+        clock = loader._clock  # noqa: SLF001
+        asked_at = clock.asked()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -218,6 +246,7 @@ class _LoaderPass(Iterator[Batch]):
         batch._on_touch = None  # noqa: SLF001 - the loader knows what it hands out, no touch need tell
         if not self._is_held_back:
             self.hand_out(batch)
+        clock.gave(batch, asked_at, loader.streaming_dataset.stats)
         return batch
 
     def hold_back(self) -> None:

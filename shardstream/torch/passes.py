@@ -166,9 +166,12 @@ def bundles(source: Callable[[], Source], worker: Worker) -> Bundles:
     """Yields the micro-batches of one worker in bundles, for a loader that cuts them apart when they arrive."""
     begun = Pass(source, worker).begin()
     make = _BatchMaker(begun, worker.pass_id)
+    stats = begun.source.stats
+    told = stats.told()  # the main process has what it was forked with
     with closing(_gathers(begun, worker, worker.worker_index)) as gathers:
         for gathered in gathers:
-            yield make.bundle(gathered) or SingleBatches(make.batches(gathered))
+            told = stats.told(told)
+            yield (make.bundle(gathered) or SingleBatches(make.batches(gathered))).telling(told)
 
 
 def _read(begun: _Begun, worker: Worker, first_index: int) -> Generator[Batch, None, None]:
