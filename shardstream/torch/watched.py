@@ -17,7 +17,7 @@ from shardstream.permutation import Int64Array
 from shardstream.plan import Plan
 from shardstream.torch.mixed import logged_ids
 from shardstream.torch.rounds import Rounds
-from shardstream.torch.window import LossSum, Window
+from shardstream.torch.window import LossSum, Window, parameters_reached, sum_of
 
 
 @dataclass
@@ -87,6 +87,7 @@ class WatchedWindow:
         self._num_entered, self._num_left = 0, 0
         self._has_backward = self._has_moved = self._is_recorded = False
         self._sums: dict[str, Tensor] = {}
+        self._reached = ""
         place = f"window at epoch {epoch}, position {window.position}"
         rounds.note(f"{place}, {len(window.batches)} micro-batch(es)")
 
@@ -113,16 +114,26 @@ class WatchedWindow:
         batch = self.window.batches[self._num_entered - 1]
         for head, value in sums.items():
             if bool(batch.valid_tokens[head].any()):  # a sum over nothing may be a mean over nothing: nan
-                total = (value[0] if isinstance(value, tuple) else value).detach().double()
+                total = sum_of(value).detach().double()
                 self._sums[head] = self._sums[head] + total if head in self._sums else total
+        self._reached = self._parameters_reached(sums, loss)
         if loss.requires_grad:
             loss.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+
+    def _parameters_reached(self, sums: Mapping[str, LossSum], loss: Tensor) -> str:
+        """DDP waits for every parameter: a rank whose loss leaves some out would leave the others waiting."""
+        if not self._sums_gradients or getattr(self._model, "find_unused_parameters", True):
+            return ""
+        roots = {head: sum_of(value) for head, value in sorted(sums.items())} or {"mean": loss}
+        return (
+            f" to {', '.join(f'{len(parameters_reached(root))} parameters of {head}' for head, root in roots.items())}"
+        )
 
     def _before_backward(self, _gradient: Tensor) -> None:
         if self._has_backward:
             return
         self._has_backward = True
-        event = f"backward of micro-batch {self._num_entered - 1}"
+        event = f"backward of micro-batch {self._num_entered - 1}{self._reached}"
         if self._sums_gradients:
             self._rounds.ask(f"{event}, gradients are summed")
             self.time("gradients are summed: begins")

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 from weakref import WeakSet
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardstream.cursor import Cursor
-from shardstream.errors import DesyncError, PlanError
+from shardstream.errors import DesyncError, PlanError, listed
 from shardstream.torch.batch import Batch
 from shardstream.torch.counts import WindowCounts
 
@@ -77,6 +78,9 @@ class Window:
         self.scale = {head: num_averaged / count if count else 0.0 for head, count in self.targets.items()}
         self.watcher: Watcher | None = None
         self._current: Batch | None = None
+        self._num_handed_out = 0
+        self._roots: dict[str, Tensor] = {}  # the sums of the current micro-batch
+        self._is_withheld = False
         self._has_loss = True
         self._under_way: WeakSet[Any] = WeakSet()  # weak: a loop that was left ends at once, as nobody holds it
 
@@ -127,19 +131,22 @@ class Window:
     def _hand_out(self, model: object) -> Iterator[Batch]:
         try:
             for index, batch in enumerate(self.batches):
-                self._current, self._has_loss = batch, False
+                self._current, self._has_loss, self._num_handed_out = batch, False, index + 1
                 self._loop.hand_out(batch)
-                with _synchronised(model, self._loop.sync, is_last=batch is self.batches[-1]):
+                is_last = batch is self.batches[-1]
+                with _synchronised(model, self._loop.sync, is_last=is_last) as self._is_withheld:
                     if self.watcher is not None:
                         self.watcher.entered(index, model)
                     yield batch
                     if self.watcher is not None:
                         self.watcher.left(index)
+                    self._check_reduced(model)
+                    self._roots = {}  # graphs are not kept beyond their micro-batch
                 self._check_loss()
             if self.watcher is not None:
                 self.watcher.finished()
         finally:
-            self._current, self._has_loss = None, True
+            self._current, self._has_loss, self._is_withheld, self._roots = None, True, False, {}
 
     def _check_loss(self) -> None:
         if not self._has_loss and self._loop.has_seen_loss:
@@ -147,6 +154,28 @@ class Window:
                 f"rank {self._loop.rank} went past a micro-batch without window.loss, in {self!r}",
                 hint="run forward and backward on every micro-batch: its loss is an exact 0 where it has no targets",
             )
+
+    def _check_reduced(self, model: Any) -> None:
+        """Refuses to go on where DDP waits for parameters that the loss did not reach, as the other ranks then do."""
+        reducer = getattr(model, "reducer", None)
+        if reducer is None or self._is_withheld:
+            return
+        try:
+            reducer._check_reducer_finalized()  # noqa: SLF001
+        except RuntimeError as error:
+            reached = {head: parameters_reached(root) for head, root in self._roots.items()}
+            everywhere = set().union(*reached.values())
+            named = model.module.named_parameters()
+            left_out = [name for name, each in named if each.requires_grad and each not in everywhere]
+            counts = ", ".join(f"head {head!r} {len(found)}" for head, found in reached.items())
+            raise DesyncError(
+                f"gradients were not summed over the ranks: the losses do not reach all parameters on rank "
+                f"{self._loop.rank}, {self!r}; reached are by {counts or 'the loss fewer'}",
+                expected="all parameters that have a gradient",
+                found=f"none for {listed(left_out)}" if left_out else str(error).splitlines()[0],
+                hint="run every head on every rank, if only on nothing; or DistributedDataParallel("
+                "find_unused_parameters=True)",
+            ) from error
 
     def loss(self, **sums: LossSum) -> Tensor:
         """Returns what to call ``backward`` on: the sum over heads of weight x sum x D / N_h.
@@ -172,12 +201,24 @@ class Window:
         terms = []
         for head in self.targets:
             value = sums[head]
-            total, weight = value if isinstance(value, tuple) else (value, 1.0)
-            terms.append(self._term(head, total, weight))
-        loss = sum(terms[1:], terms[0])
+            terms.append(self._term(head, sum_of(value), value[1] if isinstance(value, tuple) else 1.0))
+        return self._given(sum(terms[1:], terms[0]), sums)
+
+    def _given(self, loss: Tensor, sums: Mapping[str, LossSum]) -> Tensor:
+        """Hands out what ``backward`` is to be called on."""
         if self.watcher is not None:
             self.watcher.losses(sums, loss)
+        if self._is_withheld and loss.requires_grad:
+            loss.register_hook(partial(self._check_place, self._current))  # type: ignore[no-untyped-call]
         return loss
+
+    def _check_place(self, batch: Batch | None, _gradient: Tensor) -> None:
+        """Refuses a backward that comes when its micro-batch is over: DDP would sum some gradients and not others."""
+        if self._current is not batch:
+            raise PlanError(
+                f"backward was called when its micro-batch was over, on rank {self._loop.rank}, in {self!r}",
+                hint="call window.loss(...).backward() inside of the loop over window.micro_batches(model)",
+            )
 
     def _term(self, head: str, total: Tensor, weight: float) -> Tensor:
         if total.dtype in (torch.float16, torch.bfloat16):
@@ -203,8 +244,12 @@ class Window:
                     found=", ".join(sums) or "none",
                     hint="give its sum for every micro-batch: over no targets that is 0, with the graph attached",
                 )
-            total = sums[head][0] if isinstance(sums[head], tuple) else sums[head]
-            if torch.is_grad_enabled() and not total.requires_grad:  # type: ignore[union-attr]
+            total = sum_of(sums[head])
+            if getattr(total, "shape", None) != ():
+                found = getattr(total, "shape", type(total).__name__)
+                raise PlanError(f"the loss of head {head!r} must be a sum", expected="a scalar tensor", found=found)
+            self._roots[head] = total
+            if torch.is_grad_enabled() and not total.requires_grad:
                 raise DesyncError(
                     f"head {head!r} is not in the graph on {place}",
                     hint="run the head even on nothing: the sum of its empty output is 0, with a graph",
@@ -219,10 +264,7 @@ class Window:
         Args:
             value: A scalar of this micro-batch.
         """
-        loss = value * (self.num_averaged / self.num_micro_batches)
-        if self.watcher is not None:
-            self.watcher.losses({}, loss)
-        return loss
+        return self._given(value * (self.num_averaged / self.num_micro_batches), {})
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> bool:
         """Steps the optimizer, unless the window has no targets; the same on every rank.
@@ -232,7 +274,18 @@ class Window:
 
         Returns:
             ``has_targets``.
+
+        Raises:
+            PlanError: If the loop over ``micro_batches`` was left on its way: gradients are parts of the window's, and
+                were not summed over the ranks.
         """
+        if 0 < self._num_handed_out < len(self.batches):
+            raise PlanError(
+                "the window is to be stepped on a part of its micro-batches",
+                expected=f"all {len(self.batches)} handed out",
+                found=self._num_handed_out,
+                hint="finish the loop over window.micro_batches, or do not step and call zero_grad",
+            )
         if self.has_targets and scaler is not None:
             scaler.step(optimizer)
             scaler.update()
@@ -244,6 +297,11 @@ class Window:
         """Ends loops over ``micro_batches`` that were left but are still referenced somewhere."""
         for handed_out in list(self._under_way):
             handed_out.close()
+
+
+def sum_of(value: LossSum) -> Tensor:
+    """Returns the sum of what ``Window.loss`` takes, which is a sum or (sum, weight)."""
+    return value[0] if isinstance(value, tuple) else value
 
 
 def unknown_head(name: str, known: Iterable[str]) -> PlanError:
@@ -266,24 +324,46 @@ def _refuse_ddp(model: Any, loop: Loop) -> None:
 
 
 @contextmanager
-def _synchronised(model: Any, sync: Sync | None, *, is_last: bool) -> Iterator[None]:
-    """Withholds what need not be communicated before the last micro-batch, and restores it in any case."""
+def _synchronised(model: Any, sync: Sync | None, *, is_last: bool) -> Iterator[bool]:
+    """Withholds what need not be communicated before the last micro-batch, and restores it in any case.
+
+    Yields whether it is decided now, before the backward, that gradients are withheld.
+    """
     if is_last or model is None:
-        yield
+        yield False
     elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2, HSDP
         # Reduce-scatter each micro-batch, all-reduce over replicas (HSDP) the last one only.
         withhold = model.set_requires_gradient_sync if sync == "last" else model.set_requires_all_reduce
         withhold(False)  # noqa: FBT003 - FSDP2's interface
         try:
-            yield
+            yield False
         finally:
             withhold(True)  # noqa: FBT003
     elif hasattr(model, "no_sync") and (sync == "last" or (sync is None and _is_ddp(model))):
         with model.no_sync():
-            yield
+            yield True
     else:
-        yield
+        yield False
 
 
 def _is_ddp(model: object) -> bool:
     return hasattr(model, "require_backward_grad_sync")  # asked of the wrapped model by compiled ones
+
+
+def parameters_reached(total: Tensor) -> set[Tensor]:
+    """Returns the leaves that a backward from here gives gradients to. Walks its graph: a microsecond a node.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> len(parameters_reached(model(torch.ones(2)).sum()))
+        2
+    """
+    if total.grad_fn is None:
+        return {total} if total.requires_grad else set()
+    seen, waiting = {total.grad_fn}, [total.grad_fn]
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return {node.variable for node in seen if hasattr(node, "variable")}

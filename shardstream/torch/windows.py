@@ -80,11 +80,14 @@ def windows(
         sums = uneven.sums
     else:
         sums = RankSums(group=group, mesh=mesh, mesh_dim=mesh_dim, backend=counts_backend, timeout_s=timeout_s)
+    heads = [heads] if isinstance(heads, str) else heads
     dataset = getattr(loader, "dataset", loader)
     if isinstance(dataset, StreamingDataset):
         _check_dataset(dataset, sums, uneven)
         known = dataset.heads  # a rank without any batch must know them, too
         heads = known if heads is None else _checked_heads(heads, [*known, *dataset.source_heads])
+    if heads is not None and len(set(heads)) < len(heads):
+        raise PlanError("a head is named twice", found=list(heads))
     return _Driver(loader, dataset, heads, sums, uneven, gradients, sync).windows()
 
 
@@ -173,6 +176,9 @@ class _Driver:
         """Reads the next window and begins to count it; None at the end."""
         window: list[Batch] = []
         for batch in batches:
+            if not hasattr(batch, "valid_tokens"):
+                hint = "give windows() a StreamingLoader, or a DataLoader(dataset, batch_size=None)"
+                raise PlanError("the loader yields no Batch", found=type(batch).__name__, hint=hint)
             self._heads = _checked_heads(
                 sorted(batch.valid_tokens) if self._heads is None else self._heads, batch.valid_tokens
             )

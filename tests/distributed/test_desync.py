@@ -194,6 +194,25 @@ class HasBuffers(SkipsAWindow):
         window.loss(lm=sums).backward()
 
 
+class LeavesOutAHead(Run):
+    """A rank's loss has a graph, but not through all parameters that DDP waits for."""
+
+    def micro_batch(self, ledger, window, micro, number):
+        if self.rank == 1 and number == 1:
+            self.wrapped(micro["input_ids"])
+            window.loss(lm=self.model.layers[1].bias.sum()).backward()
+        else:
+            super().micro_batch(ledger, window, micro, number)
+
+
+class ForgetsAHead(Run):
+    """It says so itself; the other rank learns of it before it sums gradients."""
+
+    def micro_batch(self, ledger, window, micro, number):
+        sums = {} if self.rank == 1 and number == 1 else {"lm": token_loss(self.wrapped, micro)}
+        window.loss(**sums).backward()
+
+
 class Sharded(SkipsAWindow):
     """FSDP gathers parameters in the forward."""
 
@@ -233,8 +252,9 @@ def outcomes(scenario, manifest, folder, world_size=2):
 
 SCENARIOS = {
     SkipsAWindow: r"rank 0: forward of micro-batch 0; rank 1: the window was left after 0 of 1",
+    LeavesOutAHead: r"rank 0: backward .* to 3 parameters of lm, .*; rank 1: .* to 1 parameters of lm",
     SkipsABackward: r"rank 0: backward of micro-batch 0.*rank 1: micro-batch 0 was left without backward",
-    LeavesOutASynchronisation: r"rank 0: .*micro-batch 2, gradients are summed; rank 1: .*micro-batch 2.* kept",
+    LeavesOutASynchronisation: r"rank 0: .*micro-batch 2.*gradients are summed; rank 1: .*micro-batch 2.* kept",
     SwapsTwoCollectives: r"rank 0: collective 'norm of gradients'; rank 1: collective 'mean of losses'",
     SwapsTwoThatAreComparedLater: r"rank 0: collective 'a'; rank 1: collective 'b'",
     Sharded: r"rank 0: forward of micro-batch 0; rank 1: the window was left",
@@ -311,6 +331,13 @@ def test_an_error_of_one_rank_reaches_the_others(manifest, tmp_path):
     assert not any("secret" in path.read_text() for path in tmp_path.iterdir())
     assert second.startswith("ValueError")
     assert re.search("rank 1: left the loop with ValueError: a bad sample in s3://bucket/a", first)
+
+
+def test_a_head_that_one_rank_forgets(manifest, tmp_path):
+    (first, *first_rest), (second, *second_rest) = outcomes(ForgetsAHead, manifest, tmp_path)
+    assert second.startswith("DesyncError: head 'lm' has no loss on rank 1")
+    assert re.search("rank 1: left the loop with DesyncError: head 'lm' has no loss on rank 1", first), first
+    assert first_rest[0] == second_rest[0] == 1
 
 
 def test_a_rank_that_hangs(manifest, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,12 +11,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstream.errors import PlanError, TopologyError
+from shardstream.errors import DesyncError, PlanError, TopologyError
 from shardstream.torch.counts import RankSums
 from shardstream.torch.groups import own_group
 from shardstream.torch.windows import windows
 from tests.support.processes import run_checks
-from tests.support.training import BOUNDS, TwoHeads, check, fake_window, reference, relative_error, right, step_with
+from tests.support.training import (
+    BOUNDS,
+    TwoHeads,
+    check,
+    fake_window,
+    head_sums,
+    reference,
+    relative_error,
+    right,
+    step_with,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -94,12 +106,54 @@ def look_for_a_column(window, wrapped):
         micro["no such column"]
 
 
+def backward_that_comes_too_late(rank):
+    """All losses first, then all backwards: DDP would sum some gradients and not others, without a word."""
+    counts = {"lm": [[2, 3], [4, 1]]}
+    for wrap in (DistributedDataParallel, lambda model: model):
+        wrapped = wrap(TwoHeads(counts))
+        [window] = windows(fake_window(counts, rank))
+        losses = [window.loss(**head_sums(wrapped, micro)) for micro in window.micro_batches(wrapped)]
+        if wrap is DistributedDataParallel:
+            with pytest.raises(PlanError, match=rf"backward was called when its micro-batch was over, on rank {rank}"):
+                losses[0].backward()
+        else:
+            losses[0].backward()  # of a plain module that is right
+
+
+def parameters_that_a_loss_does_not_reach(rank):
+    """One rank's head has a graph, but not through its own parameters: DDP says so at the next forward only."""
+    counts = {"aux": [[1], [1]], "lm": [[1], [1]]}
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = TwoHeads(counts)
+    wrapped = DistributedDataParallel(model, process_group=group)
+    driven = windows(fake_window(counts, rank))
+    error, message = [(RuntimeError, "Timed out"), (DesyncError, LEFT_OUT)][rank]
+    with pytest.raises(error, match=message):
+        train_with_a_detour(next(driven), wrapped, is_odd=rank == 1)
+
+
+LEFT_OUT = (
+    r"not summed .* on rank 1, .*by head 'aux' 2, head 'lm' 4: .*none for heads.aux.weight, heads.aux.bias; "
+    "run every head on every rank"
+)
+
+
+def train_with_a_detour(window, wrapped, *, is_odd):
+    for micro in window.micro_batches(wrapped):
+        sums = head_sums(wrapped, micro)
+        if is_odd:
+            sums["aux"] = wrapped.module.trunk(micro["x"]).sum() * 0
+        window.loss(**sums).backward()
+
+
 TWO_RANKS = [
     fsdp2_equals_one_process,
     a_communication_hook_that_sums,
     ddp_may_synchronise_each_micro_batch,
     what_ddp_cannot_do_is_refused,
     synchronisation_is_restored,
+    backward_that_comes_too_late,
+    parameters_that_a_loss_does_not_reach,
 ]
 
 

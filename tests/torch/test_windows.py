@@ -248,6 +248,30 @@ def test_a_window_without_targets_is_not_stepped():
     assert torch.equal(model.weight, before)
 
 
+def test_a_part_of_a_window_is_not_stepped():
+    """A loop that breaks on its way has gradients that nobody summed over the ranks."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    [window] = windows(fake_window({"lm": [[1, 1]]}, 0))
+    for _ in window.micro_batches(model):
+        window.loss(lm=model(torch.ones(1, 1)).sum()).backward()
+        with pytest.raises(PlanError, match="a part of its micro-batches: expected all 2 handed out, found 1"):
+            window.step(optimizer)
+        break
+    with pytest.raises(PlanError, match="a part of its micro-batches"):
+        window.step(optimizer)
+    for _ in window.micro_batches(model):
+        window.loss(lm=model(torch.ones(1, 1)).sum())
+    assert window.step(optimizer)
+
+
+@pytest.mark.parametrize(("loss", "found"), [(torch.ones(3), r"torch.Size\(\[3\]\)"), (3.0, "float")])
+def test_a_loss_that_is_no_sum(loss, found):
+    [window] = windows(fake_window({"lm": [[1]]}, 0))
+    with pytest.raises(PlanError, match=f"head 'lm' must be a sum: expected a scalar tensor, found {found}"):
+        window.loss(lm=loss)
+
+
 # ---------------------------------------------------------------------------------------------------- counts, refusals
 
 
@@ -281,6 +305,11 @@ def test_refusals(manifest):
         next(windows(fake_window({"lm": [[1]]}, 0), heads=["lm", "aux"]))
     with pytest.raises(PlanError, match=r"unknown gradients: expected 'mean' or 'sum', found 'average'"):
         windows(loader, gradients="average")
+    with pytest.raises(PlanError, match=r"named twice: found \['lm', 'lm'\]"):
+        windows(loader, heads=["lm", "lm"])
+    assert next(windows(loader, heads="lm")).targets.keys() == {"lm"}
+    with pytest.raises(PlanError, match=r"yields no Batch: found dict; give .*batch_size=None"):
+        next(windows(DataLoader([{"x": 1}], batch_size=None)))
     with pytest.raises(PlanError, match="unknown sync"):
         windows(loader, sync="never")
     with pytest.raises(TopologyError, match=r"rank 1 of 2 \(explicit\), found rank 0 of 1"):
