@@ -200,5 +200,5 @@ def group_members(members: Iterable[Member], url: str) -> MemberTable:
 
 
 def _raise_twice(url: str, name: str, found: str) -> None:
-    hint = "write each sample once, its members next to each other"
+    hint = "write each sample once, its members next to each other (GNU tar: --sort=name)"
     raise ManifestError(f"member '{shown_name(name)}' is one too many", url=url, found=found, hint=hint)

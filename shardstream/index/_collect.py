@@ -147,7 +147,7 @@ class Collected:
         if isinstance(finding, Unchanged):
             return self._row_of_old(url, name)
         if {column.name for column in finding.columns} >= _OF_MANIFESTS:
-            hint = "leave it out, or load it"
+            hint = "load it, or leave it out: folders and patterns leave out what is named *.manifest.parquet"
             raise ManifestError("this is a shardstream manifest, not a shard", url=url, hint=hint)
         self._schema.add(url, finding)
         self.warnings += [(text, url) for text in finding.warnings]
