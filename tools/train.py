@@ -100,7 +100,7 @@ def train_window(job: Job, window: Window) -> torch.Tensor:
         loss_sum += loss.detach()
     if window.has_targets:
         clip_grad_norm_(job.model.parameters(), job.config.optimizer.max_gradient_norm)
-        job.optimizer.step()
+    if window.step(job.optimizer):
         job.scheduler.step()
     job.optimizer.zero_grad()
     return loss_sum
@@ -132,8 +132,8 @@ def run_rank(config: Config, stop: Stop) -> None:
     (pids / f"rank-{topology.rank}").write_text(str(os.getpid()))
     job = Job.start(config, topology)
     resumed = job.resume()
-    ledger = job.open_ledger()
     verify_ranks(job.loader, timeout_s=config.timeout_s)
+    ledger = job.open_ledger()
     if topology.rank == 0:
         how = f"resumes at step {job.step}, epoch {job.cursor.epoch}" if resumed else "begins"
         print(f"{config.run}: attempt {job.attempt} on {topology.world_size} ranks {how}", flush=True)

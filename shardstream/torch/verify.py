@@ -98,7 +98,10 @@ def _identity(topology: Topology) -> dict[str, Any]:
 def _device(topology: Topology) -> str | None:
     """What only one rank may have: the device in use, or the place on the host that decides on it; None if unknown."""
     if torch.cuda.is_initialized() or _backend_is_nccl():  # type: ignore[no-untyped-call]
-        return f"device {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid} of {_host()}"
+        index = torch.cuda.current_device()
+        properties = torch.cuda.get_device_properties(index)
+        place = f"{index} of {os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}"  # before torch 2.5 there is no uuid
+        return f"device {getattr(properties, 'uuid', place)} of {_host()}"
     # torchrun may run twice on a host; Slurm and MPI number the tasks of a host themselves.
     if topology.local_rank is not None and "LOCAL_RANK" not in os.environ:
         return f"local rank {topology.local_rank} of {_host()}"

@@ -157,11 +157,11 @@ class Window:
 
     def _check_reduced(self, model: Any) -> None:
         """Refuses to go on where DDP waits for parameters that the loss did not reach, as the other ranks then do."""
-        reducer = getattr(model, "reducer", None)
-        if reducer is None or self._is_withheld:
+        is_reduced = getattr(getattr(model, "reducer", None), "_check_reducer_finalized", None)
+        if is_reduced is None or self._is_withheld:
             return
         try:
-            reducer._check_reducer_finalized()  # noqa: SLF001
+            is_reduced()
         except RuntimeError as error:
             reached = {head: parameters_reached(root) for head, root in self._roots.items()}
             everywhere = set().union(*reached.values())

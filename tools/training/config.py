@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from shardstream.batching import resolve_accumulate
+from shardstream.batching import plan_batch
 
 
 class ConfigError(ValueError):
@@ -75,8 +75,8 @@ class Data(_Section):
             >>> data.micro_batch(2), data.micro_batch(3)
             (12, 8)
         """
-        share = resolve_accumulate(world_size=world_size, batch_size=1, global_batch=self.global_batch)
-        return max(size for size in range(1, min(share, self.max_micro_batch) + 1) if share % size == 0)
+        plan = plan_batch(global_batch=self.global_batch, world_size=world_size, max_micro_batch=self.max_micro_batch)
+        return plan.micro_batch
 
 
 class Model(_Section):
