@@ -136,6 +136,7 @@ class Ranges:
             return cached
         data, tag = storage.read_versioned(range_.url, range_.start, range_.end, range_.storage_options)
         range_.check(tag)
+        storage.whole(data, range_.url, range_.start, range_.end)
         with self._lock:
             self._stats.num_requests += 1
             self._stats.num_bytes_fetched += len(data)

@@ -75,7 +75,7 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
     if path is not None:
         with naming(url):
             data = _read_local(path, start, end - start)
-        return _checked(data, url, start, end)
+        return whole(data, url, start, end)
 
     def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> bytes:
         data = fs.cat_file(inner, start=start, end=end, **limits)
@@ -83,31 +83,29 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
             raise ShortBodyError(f"{len(data)} of {end - start} bytes came")
         return cast("bytes", data)
 
-    return _checked(retried(url, storage_options, get), url, start, end)
+    return whole(retried(url, storage_options, get), url, start, end)
 
 
 def read_versioned(url: str, start: int, end: int, storage_options: Options | None = None) -> tuple[bytes, str | None]:
     """Reads a range as ``read_range`` does, and what the same answer tells of the file's version.
 
     Returns:
-        The bytes, and the version tag as ``stat`` would return it; None where the store does not send one along.
+        The bytes, and the version tag as ``stat`` would return it; None where the store does not send one along. Where
+        it does, they may be fewer: the file may be another one, and that is for the caller to say (see ``whole``).
 
     Raises:
-        ReadError: If the file is missing, shorter than that, or cannot be reached within the deadline.
+        ReadError: If the file is missing or cannot be reached within the deadline, or is shorter and has no tag.
     """
 
     def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> tuple[bytes, str | None]:
         if not hasattr(fs, "_call_s3"):
             return read_range(url, start, end, storage_options), None
         data, tag = sync(fs.loop, _get_from_s3, fs, inner, start, end, **limits)
-        if len(data) < end - start:
-            raise ShortBodyError(f"{len(data)} of {end - start} bytes came")
         return data, tag
 
     if end <= start or local_path(url) is not None:
         return read_range(url, start, end, storage_options), None
-    data, tag = retried(url, storage_options, get)
-    return _checked(data, url, start, end), tag
+    return retried(url, storage_options, get)
 
 
 async def _get_from_s3(fs: fsspec.AbstractFileSystem, path: str, start: int, end: int) -> tuple[bytes, str | None]:
@@ -116,9 +114,12 @@ async def _get_from_s3(fs: fsspec.AbstractFileSystem, path: str, start: int, end
     more = {"VersionId": version} if version else {}
     answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **more)  # noqa: SLF001
     try:
-        return await answer["Body"].read(), answer.get("ETag", "").strip('"') or None
+        data = await answer["Body"].read()
     finally:
         answer["Body"].close()
+    if len(data) < answer["ContentLength"]:  # a body that broke off is asked for again
+        raise ShortBodyError(f"{len(data)} of {answer['ContentLength']} bytes came")
+    return data, answer.get("ETag", "").strip('"') or None
 
 
 def read_tail(
@@ -247,7 +248,12 @@ def _read_local(path: str, start: int, num_bytes: int) -> bytes:
         os.close(file)
 
 
-def _checked(data: bytes, url: str, start: int, end: int) -> bytes:
+def whole(data: bytes, url: str, start: int, end: int) -> bytes:
+    """Returns the bytes of a range if they are as many as they should be.
+
+    Raises:
+        ReadError: If they are not.
+    """
     if len(data) == end - start:
         return data
     hint = (
