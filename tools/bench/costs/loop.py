@@ -39,14 +39,25 @@ class Loop(Subject):
             ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(case.world_size)]
             for process in ranks:
                 process.start()
-            seconds = max(queue.get(timeout=120) for _ in ranks)
+            told = [queue.get(timeout=120) for _ in ranks]
             for process in ranks:
                 process.join(10)
+        if failures := [each for each in told if isinstance(each, str)]:
+            raise RuntimeError("; ".join(failures))
+        seconds = max(told)
         num_windows = int(case.options.get("num_windows", _NUM_WINDOWS))
         return {"windows_per_s": num_windows / seconds, "seconds": seconds / num_windows}
 
 
 def _rank(rank: int, case: Case, folders: Folders, store: str, queue: Any) -> None:
+    """One rank: puts its seconds into the queue, or what went wrong."""
+    try:
+        queue.put(_seconds(rank, case, folders, store))
+    except Exception as error:  # noqa: BLE001 - the parent tells
+        queue.put(f"rank {rank}: {type(error).__name__}: {error}")
+
+
+def _seconds(rank: int, case: Case, folders: Folders, store: str) -> float:
     import torch
     import torch.distributed as dist
 
@@ -70,7 +81,7 @@ def _rank(rank: int, case: Case, folders: Folders, store: str, queue: Any) -> No
         optimizer.zero_grad()
     seconds = time.perf_counter() - began
     dist.barrier()
-    queue.put(seconds)
+    return seconds
 
 
 def _dataset(case: Case, rank: int, folders: Folders) -> StreamingDataset:
