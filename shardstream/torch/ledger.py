@@ -283,7 +283,10 @@ class Ledger:
             self._rounds_log.times(watched.epoch, watched.window.position, watched.times)
 
     def _before_step(self, *_: object) -> None:
-        if self._watched is not None and self._rounds.is_behind:
+        if self._watched is None:
+            return
+        self._watched.window.check_whole()
+        if self._rounds.is_behind:
             self._rounds.ask("step of the optimizer")
 
     def _after_step(self, *_: object) -> None:

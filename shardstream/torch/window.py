@@ -276,8 +276,21 @@ class Window:
             ``has_targets``.
 
         Raises:
-            PlanError: If the loop over ``micro_batches`` was left on its way: gradients are parts of the window's, and
-                were not summed over the ranks.
+            PlanError: As ``check_whole``.
+        """
+        self.check_whole()
+        if self.has_targets and scaler is not None:
+            scaler.step(optimizer)
+            scaler.update()
+        elif self.has_targets:
+            optimizer.step()
+        return self.has_targets
+
+    def check_whole(self) -> None:
+        """Refuses to step on a part of the window, with gradients that nobody summed over the ranks.
+
+        Raises:
+            PlanError: If the loop over ``micro_batches`` was left on its way.
         """
         if 0 < self._num_handed_out < len(self.batches):
             raise PlanError(
@@ -286,12 +299,6 @@ class Window:
                 found=self._num_handed_out,
                 hint="finish the loop over window.micro_batches, or do not step and call zero_grad",
             )
-        if self.has_targets and scaler is not None:
-            scaler.step(optimizer)
-            scaler.update()
-        elif self.has_targets:
-            optimizer.step()
-        return self.has_targets
 
     def close(self) -> None:
         """Ends loops over ``micro_batches`` that were left but are still referenced somewhere."""

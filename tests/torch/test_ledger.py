@@ -241,6 +241,19 @@ def test_a_window_that_all_ranks_leave_is_no_fault_but_told(manifest, tmp_path):
     assert report.consumed.epochs[0].num_masked == 4
 
 
+def test_a_part_of_a_window_is_not_stepped(manifest, tmp_path):
+    """All ranks may do that alike: nothing differs, and each would step on gradients of its own."""
+    model, loader = TokenModel(), loader_of(manifest)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Ledger(tmp_path, loader) as ledger:
+        window = next(iter(ledger.watch(windows(loader))))
+        for micro in window.micro_batches(model):
+            window.loss(lm=token_loss(model, micro)).backward()
+            break
+        with pytest.raises(PlanError, match="a part of its micro-batches"):
+            optimizer.step()
+
+
 def test_a_loop_that_was_left_but_is_still_referenced(manifest, tmp_path):
     """What it would have written at its end was written when the ledger was closed."""
     loader, trainer = loader_of(manifest), Trainer()
