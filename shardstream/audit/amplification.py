@@ -10,7 +10,7 @@ micro-batch to the next, and the distinct blocks of each micro-batch are counted
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
+from math import ceil, expm1, gcd, log1p
 
 import numpy as np
 
@@ -76,6 +76,50 @@ def read_cost(plan: Plan, num_readers: int = 1, epoch: int = 0) -> ReadCost:
         return _cost(plan, len(pairs), "exact, by dealing every row", open_runs=_most_lanes(here.deal, num_readers))
     how = f"unknown: neither of {plan.lanes} lanes and a global batch of {plan.global_batch} divides the other"
     return _cost(plan, None, how, open_runs=None)
+
+
+def estimated_amplification(plan: Plan, num_readers: int = 1) -> float:
+    """Estimates the amplification as if blocks were equal and lanes long: in no time, however many blocks there are.
+
+    Args:
+        plan: The plan.
+        num_readers: Workers of each rank; 1 for none.
+
+    Example:
+        >>> from shardstream.manifest import Manifest
+        >>> manifest = Manifest.synthetic(num_shards=9, blocks_per_shard=57, rows_per_block=128)
+        >>> plan = Plan.make(manifest, batch_size=8, world_size=8, lanes=64)
+        >>> round(estimated_amplification(plan), 2), round(estimated_amplification(plan, 2), 2)
+        (1.12, 2.25)
+    """
+    num_blocks, num_positions = plan.manifest.num_blocks, plan.num_positions
+    if isinstance(plan.shuffle, str):  # every micro-batch opens the blocks of its rows
+        missed = plan.batch_size * log1p(-1 / num_blocks) if num_blocks > 1 else -float("inf")
+        return ceil(num_positions / plan.batch_size) * -expm1(missed)
+    cuts = plan.lanes - 1
+    if plan.shuffle and plan.manifest.has_long_blocks:  # lanes have phases
+        cuts += plan.lanes
+    num_visits = num_blocks + cuts
+    num_rows = num_positions / num_visits
+    return (
+        num_visits / num_blocks * max(1.0, min(num_rows, _readers_of_lane(plan.epoch(0).deal, num_readers, num_rows)))
+    )
+
+
+def _readers_of_lane(deal: Deal, num_readers: int, num_rows: float) -> float:
+    """How many readers share a visit of so many rows, in the mean over lanes."""
+    if deal.lanes == 1:
+        return deal.world_size * min(num_readers, ceil(num_rows / (deal.world_size * deal.batch_size)))
+    period = _steady_readers(deal, num_readers)
+    if period is None:  # the borders of ranks, and of their micro-batches, cut lanes
+        ranks, slots = (1 + (num - 1) / deal.lanes for num in (deal.world_size, deal.world_size * deal.accumulate))
+        return min(ranks * num_readers, slots * num_readers / gcd(deal.accumulate, num_readers))
+    if deal.lanes > deal.global_batch:
+        return period * deal.global_batch / deal.lanes
+    lane = np.arange(deal.lanes)
+    return float(
+        _distinct_readers(deal, num_readers, lane, 0 * lane, 0 * lane + period * deal.global_batch // deal.lanes).mean()
+    )
 
 
 def _cost(plan: Plan, num_opens: float | None, how: str, open_runs: int | None) -> ReadCost:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -10,8 +11,9 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from shardstream.audit.advice import startup_warnings
 from shardstream.cursor import Cursor
-from shardstream.errors import CursorError, PlanError
+from shardstream.errors import CursorError, PlanError, ShardStreamWarning
 from shardstream.fetch import Reading, ReadStats
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
@@ -19,6 +21,7 @@ from shardstream.mixture_layout import manifests_of, shared_columns
 from shardstream.mixture_plan import AnyPlan
 from shardstream.order import Shuffle
 from shardstream.packing import Packed, Packing, PackingMode
+from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.mixed import plan_maker, source_heads
@@ -131,7 +134,7 @@ class StreamingDataset(IterableDataset[Batch]):
         self._plan: AnyPlan | None = None
         self._start = SharedStart()
         self._loaded: Cursor | None = None
-        self._sends_bundles = False
+        self._sends_bundles = self._has_said_cost = False
         if topology is not None:
             _ = self.plan  # settings that do not fit are refused here, not in a worker
 
@@ -210,6 +213,18 @@ class StreamingDataset(IterableDataset[Batch]):
             yield
         finally:
             self._sends_bundles = False
+
+    def say_cost(self, num_workers: int) -> None:
+        """Warns once, on the first rank, of settings that make it read much more than there is.
+
+        Args:
+            num_workers: Workers of each rank, 0 for none.
+        """
+        if self._has_said_cost or self.topology.rank != 0 or not isinstance(self.plan, Plan):
+            return
+        self._has_said_cost = True
+        for text in startup_warnings(self.plan, num_workers):
+            warnings.warn(text, ShardStreamWarning, stacklevel=3)
 
     def consumed(self, place: Place) -> None:
         """Counts a batch as consumed: its pass begins again, or the next epoch if it was the pass's last batch."""
@@ -320,6 +335,8 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
+        if info is None or info.id == 0:
+            self.say_cost(0 if info is None else info.num_workers)
         if info is None:
             return Pass(self._source, Worker(0, 1))
         worker = Worker(info.id, info.num_workers, self._start.begin(info.seed - info.id))

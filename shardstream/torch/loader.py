@@ -88,6 +88,7 @@ class StreamingLoader(DataLoader[Batch]):
         start = self._next_start()
         if self.on_break == "restart" and left is not None and left.is_broken:
             self._refuse_second(left)
+        dataset.say_cost(self.num_workers)
         with dataset.begin_at(start), dataset.sending_bundles():
             batches: Iterator[Any] = super().__iter__()
         if self.num_workers:

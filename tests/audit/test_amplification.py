@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from shardstream.audit import amplification as module
 from shardstream.audit import audit, read_cost
+from shardstream.audit.advice import startup_warnings
+from shardstream.audit.amplification import estimated_amplification
 from shardstream.manifest import Manifest
 from shardstream.plan import Plan
 from tests.support.layouts import manifest_of
@@ -182,3 +184,58 @@ def test_advice_holds_what_it_says():
 
 def test_no_advice_where_nothing_is_to_be_gained():
     assert audit(Plan.make(synthetic(4095, 129), batch_size=8, world_size=4, lanes=32)).reading.advice == ()
+
+
+# ------------------------------------------------------------------------------------------------ at start-up
+
+
+@pytest.mark.parametrize("run_rows", [128, 32])
+@pytest.mark.parametrize(("world_size", "batch_size", "accumulate"), [(1, 4, 1), (1, 6, 3), (3, 8, 4), (8, 4, 1)])
+@pytest.mark.parametrize("num_readers", [1, 2, 3])
+def test_the_estimate_is_close_to_the_exact_figure(run_rows, world_size, batch_size, accumulate, num_readers):
+    manifest = manifest_of([128] * 200, [run_rows] * 200)
+    global_batch = world_size * batch_size * accumulate
+    settings = {"batch_size": batch_size, "world_size": world_size, "accumulate": accumulate}
+    for shuffle, lanes in ((True, global_batch), (True, 2 * global_batch), (False, 1), (False, 2), ("full", 1)):
+        plan = Plan.make(manifest, **settings, shuffle=shuffle, lanes=lanes)
+        exact = read_cost(plan, num_readers).amplification
+        assert estimated_amplification(plan, num_readers) == pytest.approx(exact, rel=0.15)
+
+
+def large(**settings):
+    """4 GiB in 10^4 blocks."""
+    manifest = Manifest.synthetic(num_shards=4, blocks_per_shard=2500, rows_per_block=200)
+    manifest = dataclasses.replace(manifest, formats=["parquet"] * 4, num_bytes=np.full(4, 1 << 30))
+    return Plan.make(manifest, **{"batch_size": 16, **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_workers", "says"),
+    [
+        ({}, 0, []),
+        ({}, 1, []),
+        ({"accumulate": 4}, 2, []),
+        ({"lanes": 32}, 2, []),
+        ({}, 2, ["num_workers=2 opens each block about 2.0 times an epoch: the workers", "num_workers=0 (1.00)"]),
+        ({"world_size": 4, "shuffle": False}, 0, ["in one lane opens each block about 4.0 times", "each of 4 ranks"]),
+        ({"shuffle": False}, 0, []),
+        (
+            {"shuffle": "full"},
+            0,
+            ["shuffle='full' opens each block about 199.9 times", "shuffle=True, lanes=16 (1.00)"],
+        ),
+        ({"shuffle": "torch"}, 0, ["shuffle='torch' is O(N): every reader of every rank permutes all 2,000,000"]),
+    ],
+)
+def test_a_job_is_told_what_reading_costs_where_it_matters(settings, num_workers, says):
+    texts = startup_warnings(large(**settings), num_workers)
+    assert len(texts) == bool(says) + (settings.get("shuffle") == "torch")
+    assert all(part in texts[0] for part in says)
+
+
+def test_data_that_stays_in_the_page_cache_is_not_warned_of_unless_it_is_read_at_random():
+    small = {"manifest": dataclasses.replace(large().manifest, num_bytes=np.full(4, 1 << 20))}
+    assert startup_warnings(dataclasses.replace(large(), **small), 2) == []
+    assert startup_warnings(dataclasses.replace(large(world_size=4, shuffle=False), **small), 0) == []
+    assert len(startup_warnings(dataclasses.replace(large(shuffle="full"), **small), 0)) == 1
+    assert startup_warnings(Plan.make(manifest_of([10] * 50, [10] * 50), batch_size=4, shuffle="torch"), 0) == []

@@ -401,3 +401,23 @@ def test_loader_options_that_the_dataset_answers_are_refused(corpus):
         StreamingLoader(dataset, in_order=False)
     with pytest.raises(PlanError, match="unknown on_break: expected restart or continue or next, found 'stop'"):
         StreamingLoader(dataset, on_break="stop")
+
+
+# ------------------------------------------------------------------------------------------------ what reading costs
+
+
+@pytest.mark.parametrize("kind", ["plain", "streaming"])
+def test_a_dear_plan_is_warned_of_once_and_on_the_first_rank(corpus, kind):
+    first, second = (dataset_of(corpus, rank, 2, shuffle="full") for rank in range(2))
+    loader = loader_of(kind, first, 0)
+    with pytest.warns(ShardStreamWarning, match="'full' opens each block about 5.5 times") as said:
+        list(loader)
+    assert len(said) == 1
+    list(loader)
+    list(loader_of(kind, second, 0))
+
+
+def test_the_first_worker_of_a_plain_data_loader_says_what_reading_costs(corpus):
+    loader = loader_of("plain", dataset_of(corpus, shuffle="full"), 2)
+    with pytest.raises(ShardStreamWarning, match=r"worker process 0(?s:.*)'full' opens each block about 5.5 times"):
+        list(loader)  # warnings are errors here, and come through from a worker
