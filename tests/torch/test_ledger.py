@@ -246,7 +246,8 @@ def test_a_part_of_a_window_is_not_stepped(manifest, tmp_path):
     model, loader = TokenModel(), loader_of(manifest)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Ledger(tmp_path, loader) as ledger:
-        window = next(iter(ledger.watch(windows(loader))))
+        driven = ledger.watch(windows(loader))
+        window = next(driven)
         for micro in window.micro_batches(model):
             window.loss(lm=token_loss(model, micro)).backward()
             break
