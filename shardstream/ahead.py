@@ -18,7 +18,6 @@ from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RunKey
 from shardstream.ranges import ByteRange, Ranges
 
-AHEAD_NUM_BYTES = 128 << 20
 _MOST_GATHERS = 256  # a planned gather is itself some hundred kilobytes
 _BlockKey = tuple[int, int]  # source and block
 
@@ -51,7 +50,7 @@ class BlocksAhead:
         shard_of: Callable[[RunKey], Shard],
         ranges: Ranges,
         look_ahead: int,
-        num_bytes: int = AHEAD_NUM_BYTES,
+        num_bytes: int,
     ) -> None:
         self._layout, self._shard_of, self._ranges = layout, shard_of, ranges
         self._look_ahead, self._num_bytes = look_ahead, num_bytes

@@ -17,7 +17,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from math import gcd
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -27,6 +26,7 @@ from shardstream.columns import Rows, slice_rows
 from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RunKey
+from shardstream.memory import fitted, most_batches
 from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
@@ -37,8 +37,6 @@ from shardstream.reading import Reading
 
 __all__ = ["Fetched", "Gathered", "ReadStats", "Reading", "fetch"]
 
-_GATHER_NUM_BYTES = 16 << 20
-_ROWS_OF_LANE = 64
 _THREAD_NAME = "shardstream-read"
 
 
@@ -93,10 +91,11 @@ def fetch(
         Gathers: the first holds one micro-batch, later ones more.
 
     Raises:
+        PlanError: If it would take more memory than it may; see ``memory.fitted``.
         ReadError: If storage failed, data cannot be decoded, or the deadline passed.
     """
     layout = layout if layout is not None else layout_of(plan, None)
-    reading = reading or Reading()
+    reading = fitted(plan, reading or Reading(), num_workers)
     stats = stats if stats is not None else ReadStats()
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
@@ -146,22 +145,8 @@ class _Gather(NamedTuple):
 def _gathers(
     plan: AnyPlan, layout: Layout, batches: Iterator[PlannedBatch], most_rows: int, num_workers: int
 ) -> Iterator[Planned]:
-    """Groups micro-batches: first one alone, so that the first batch waits for its own blocks only, then more.
-
-    A full gather visits every lane that this worker reads (they come round after ``cycle`` of its micro-batches), so
-    that a run which the next gather does not need is not needed again. Only lanes that fit the global batch very badly
-    are opened again for the sake of memory.
-    """
-    most = max(1, min(most_rows, _GATHER_NUM_BYTES // layout.row_num_bytes) // plan.batch_size)
-    lanes = plan.lanes_in_turn
-    common = gcd(lanes, plan.global_batch)
-    num_windows, rows_of_lane = lanes // common, plan.global_batch // common  # until each lane was visited alike
-    cycle = plan.accumulate * num_windows
-    cycle //= gcd(cycle, num_workers)
-    if cycle <= most:
-        most = most // cycle * cycle
-    elif num_windows == 1 or rows_of_lane <= _ROWS_OF_LANE:
-        most = cycle
+    """Groups micro-batches: first one alone, so that the first batch waits for its own blocks only, then more."""
+    most = most_batches(plan, layout.row_num_bytes, most_rows, num_workers)
     size = 1
     while group := list(islice(batches, size)):
         yield layout.planned(group)
@@ -217,7 +202,11 @@ class _OpenRuns:
     ) -> None:
         self._layout, self._options = layout, reading.storage_options
         self._pool, self._stats, self._ranges = pool, stats, ranges
-        self.ahead = None if ranges is None else BlocksAhead(layout, self._shard_of, ranges, reading.look_ahead)
+        self.ahead = (
+            None
+            if ranges is None
+            else BlocksAhead(layout, self._shard_of, ranges, reading.look_ahead, reading.ahead_num_bytes)
+        )
         self._held: dict[RunKey, _Held] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
         self.epoch = 0  # of the gather that runs are acquired for

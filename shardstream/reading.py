@@ -29,6 +29,7 @@ class Reading:
         storage_options: For ``fsspec``.
         timeout_s: How long a batch may be waited for, in seconds.
         num_range_threads: Requests to a remote store side by side; None for 32 in a rank, divided among its workers.
+        ahead_num_bytes: Bytes of blocks that are asked of a remote store before they are needed.
         memory_num_bytes: What a process that reads may hold for it; None for half of what the machine has for each of
             its ranks. Look-ahead and gathers shrink to fit; what cannot fit is refused before anything is read.
         cache_dir: Folder in which ranges of remote shards are kept for all ranks of a host; None for no cache.
@@ -45,6 +46,7 @@ class Reading:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 1800.0
     num_range_threads: int | None = None
+    ahead_num_bytes: int = 128 << 20
     memory_num_bytes: int | None = None
     cache_dir: str | os.PathLike[str] | None = None
     cache_num_bytes: int = 64 << 30
@@ -53,7 +55,7 @@ class Reading:
     def __post_init__(self) -> None:
         for name in (
             *("num_threads", "look_ahead", "gather_rows", "timeout_s"),
-            *("num_range_threads", "memory_num_bytes", "cache_num_bytes"),
+            *("num_range_threads", "ahead_num_bytes", "memory_num_bytes", "cache_num_bytes"),
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:
