@@ -24,6 +24,7 @@ from shardstream.audit.tokens import PackingFigures, check_tokens, packing_figur
 from shardstream.audit.trace import TracedBatch, trace
 from shardstream.cursor import Cursor
 from shardstream.errors import PlanError
+from shardstream.memory import memory_need
 from shardstream.plan import Plan
 
 __all__ = [
@@ -109,6 +110,7 @@ def audit(
         reading=None if broken else with_advice(plan, num_workers, read_cost(plan, readers, first.epoch)),
         quality=None if broken else shuffle_quality(plan, first.epoch, labels),
         packing=packing_figures(plan),
+        memory=memory_need(plan, num_workers=readers),
     )
 
 

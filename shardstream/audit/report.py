@@ -8,6 +8,7 @@ from typing import Any
 from shardstream.audit.amplification import ReadCost
 from shardstream.audit.quality import ShuffleQuality
 from shardstream.audit.tokens import PackingFigures
+from shardstream.memory import MemoryNeed
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class AuditReport:
         reading: How often blocks are opened, and what would lower it; None if promises are broken.
         quality: How well the order mixes; None if promises are broken or nothing is read.
         packing: What packing makes of the data; None if samples are not packed.
+        memory: About how much memory a process needs that reads at defaults; None where sizes are unknown.
     """
 
     settings: dict[str, Any]
@@ -77,6 +79,7 @@ class AuditReport:
     reading: ReadCost | None
     quality: ShuffleQuality | None
     packing: PackingFigures | None = None
+    memory: MemoryNeed | None = None
 
     @property
     def holds(self) -> bool:

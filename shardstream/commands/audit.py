@@ -235,6 +235,8 @@ def _reading(report: AuditReport) -> Iterator[str]:
     yield f"Reading: a reader holds up to {cost.open_runs} runs open{num_bytes}"
     for text in cost.advice:
         yield f"  lower with {text}"
+    if report.memory is not None:
+        yield f"Memory: a reader needs about {report.memory}"
 
 
 def _quality(report: AuditReport) -> Iterator[str]:

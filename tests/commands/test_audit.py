@@ -36,6 +36,7 @@ def test_a_sound_plan(manifest):
     assert "Reading: each of 9 blocks is opened" in done.stdout
     assert "num_workers=0" in done.stdout  # what would lower it
     assert "uniform shuffle" in done.stdout
+    assert "Memory: a reader needs about " in done.stdout
 
 
 def test_json(manifest):
@@ -50,6 +51,7 @@ def test_json(manifest):
     assert report["quality"]["num_classes"] == 3
     assert report["quality"]["classes_per_global_batch"] > 2
     assert report["reading"]["open_num_bytes"] > 0
+    assert report["memory"]["num_open_runs"] > 0
 
 
 @pytest.mark.parametrize("shuffle", ["true", "false", "full", "torch"])
