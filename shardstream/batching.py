@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 from shardstream.errors import PlanError
@@ -29,15 +30,16 @@ def resolve_accumulate(
         >>> resolve_accumulate(world_size=4, batch_size=8, global_batch=128)
         4
     """
-    for name, number in (("world_size", world_size), ("batch_size", batch_size)):
+    needed = {"world_size": world_size, "batch_size": batch_size}
+    for name, number in {**needed, "accumulate": accumulate, "global_batch": global_batch}.items():
+        if number is None and name not in needed:
+            continue
+        if not isinstance(number, Integral):  # a config's 1e3 is a float
+            raise PlanError(f"{name} must be a whole number", found=repr(number))
         if number < 1:
             raise PlanError(f"{name} must be at least 1", found=number)
-    if accumulate is not None and accumulate < 1:
-        raise PlanError("accumulate must be at least 1", found=accumulate)
     if global_batch is None:
         return accumulate or 1
-    if global_batch < 1:
-        raise PlanError("global_batch must be at least 1", found=global_batch)
     step = world_size * batch_size * (accumulate or 1)
     if accumulate is None and global_batch % step == 0:
         return global_batch // step

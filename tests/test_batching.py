@@ -48,6 +48,9 @@ def test_a_global_batch_is_a_product(world_size, batch_size, global_batch, accum
         ({"accumulate": 0}, "accumulate must be at least 1: found 0"),
         ({"global_batch": 0}, "global_batch must be at least 1: found 0"),
         ({"global_batch": -8}, "global_batch must be at least 1: found -8"),
+        ({"global_batch": 64.0}, "global_batch must be a whole number: found 64.0"),
+        ({"batch_size": None}, "batch_size must be a whole number: found None"),
+        ({"accumulate": "2"}, "accumulate must be a whole number: found '2'"),
         (
             {"global_batch": 100},
             (
