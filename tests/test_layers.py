@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "shardstream"
 # What each part may import directly; what those may import, it may import too. A folder is one part.
 BELOW = {
     "cli": "commands",
-    "commands": "audit index fetch",
+    "commands": "torch audit index fetch",
     "torch": "audit index fetch",
     "audit": "memory consumed rounds plan formats manifest_file mixture_plan",
     "index": "formats manifest_file",
