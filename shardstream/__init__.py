@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardstream.mixing import Mixture
     from shardstream.order import EpochOrder
     from shardstream.packing import Packing
+    from shardstream.reading import Reading
     from shardstream.torch import Batch, Ragged, StreamingDataset, StreamingLoader, Topology
 else:
     # In the else branch, so that type checkers see the names above only and find typos.
@@ -41,6 +42,7 @@ else:
         "Mixture": "shardstream.mixing",
         "Packing": "shardstream.packing",
         "Ragged": "shardstream.torch",
+        "Reading": "shardstream.reading",
         "StreamingDataset": "shardstream.torch",
         "StreamingLoader": "shardstream.torch",
         "Topology": "shardstream.torch",
@@ -76,6 +78,7 @@ __all__ = [
     "PlanError",
     "Ragged",
     "ReadError",
+    "Reading",
     "ShardChangedError",
     "ShardStreamError",
     "ShardStreamWarning",

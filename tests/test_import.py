@@ -26,6 +26,7 @@ PUBLIC = [
     "PlanError",
     "Ragged",
     "ReadError",
+    "Reading",
     "ShardChangedError",
     "ShardStreamError",
     "ShardStreamWarning",

@@ -64,12 +64,12 @@ class Store(Subject):
 
 
 def _stream(dataset: StreamingDataset, began: float, stop_s: float) -> tuple[float, int]:
-    """Returns the time to the first batch, and how many threads were reading."""
+    """Returns the time to the first batch, and how many threads were asking the store."""
     first_s, num_threads = 0.0, 0
     for _ in dataset:
         first_s = first_s or time.perf_counter() - began
         if not num_threads:
-            num_threads = sum(thread.name.startswith("shardstream-read") for thread in threading.enumerate())
+            num_threads = sum(thread.name.startswith("shardstream-read-range") for thread in threading.enumerate())
         if time.perf_counter() - began >= stop_s:
             break
     return first_s, num_threads
