@@ -26,6 +26,8 @@ $(STAMP): pyproject.toml $(PINS)
 	@touch $@
 
 # All that CI runs. pytest comes last: its closing line is the verdict.
+# One thread each: the tests start many processes, and two cores have no use for more.
+test: export OMP_NUM_THREADS := 1
 test: lint
 	python -m pytest -q
 
