@@ -154,6 +154,7 @@ def test_without_loss_and_optimizer(manifest, tmp_path):
 
 
 @pytest.mark.parametrize("tail", ["pad", "drop", "repeat", "truncate"])
+@pytest.mark.filterwarnings("ignore:shuffle='full' opens each block")
 @pytest.mark.parametrize("shuffle", [True, "full"])
 def test_two_epochs_are_proved(manifest, tmp_path, tail, shuffle):
     loader, trainer = loader_of(manifest, tail=tail, shuffle=shuffle), Trainer()
