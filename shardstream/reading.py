@@ -14,7 +14,8 @@ from shardstream.ranges import Ranges
 from shardstream.read_stats import ReadStats
 from shardstream.storage import local_path
 
-_NUM_RANGE_THREADS = 32  # a store gives its bandwidth to many requests only
+_MOST_RANGE_THREADS = 32  # a store gives its bandwidth to many requests only
+_RANGE_THREADS_OF_CORE = 8  # more would wait for the processor: to receive and decode costs work, too
 _LEAST_RANGE_THREADS = 4  # in each of many workers
 
 
@@ -28,7 +29,8 @@ class Reading:
         gather_rows: Samples that are taken together, at the most.
         storage_options: For ``fsspec``.
         timeout_s: How long a batch may be waited for, in seconds.
-        num_range_threads: Requests to a remote store side by side; None for 32 in a rank, divided among its workers.
+        num_range_threads: Requests to a remote store side by side; None for 8 a core and at most 32,
+            divided among a rank's workers.
         ahead_num_bytes: Bytes of blocks that are asked of a remote store before they are needed.
         memory_num_bytes: What a process that reads may hold for it; None for half of what the machine has for each of
             its ranks. Look-ahead and gathers shrink to fit; what cannot fit is refused before anything is read.
@@ -73,8 +75,18 @@ class Reading:
         if not (caches_local or any(is_remote(manifest) for manifest in manifests)):
             return None
         cache = None if self.cache_dir is None else RangeCache(self.cache_dir, self.cache_num_bytes)
-        num_threads = self.num_range_threads or max(_LEAST_RANGE_THREADS, _NUM_RANGE_THREADS // num_workers)
+        num_threads = self.num_range_threads or default_range_threads(num_workers)
         return Ranges(num_threads, cache, stats, takes_local=caches_local)
+
+
+def default_range_threads(num_workers: int = 1) -> int:
+    """Returns how many requests a process has under way by default.
+
+    Args:
+        num_workers: Processes of this rank that read.
+    """
+    of_rank = min(_MOST_RANGE_THREADS, _RANGE_THREADS_OF_CORE * (os.cpu_count() or 1))
+    return max(_LEAST_RANGE_THREADS, of_rank // num_workers)
 
 
 def is_remote(manifest: Manifest) -> bool:

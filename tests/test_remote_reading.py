@@ -20,10 +20,25 @@ from shardstream.fetch import Reading, ReadStats, fetch
 from shardstream.formats import _span
 from shardstream.layout import RowsLayout
 from shardstream.plan import Plan
+from shardstream.ranges import Ranges
 from tests.support.corpora import manifest_of_files, parquet_manifest, with_runs
 from tools.bench.range_server import RangeServer
 
 MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_asked(monkeypatch):
+    """What was asked for ahead was read or taken back, whenever a reader ends by itself."""
+    left, close = [], Ranges.close
+
+    def watched(self, **options):
+        left.append(len(self._asked))
+        close(self, **options)
+
+    monkeypatch.setattr(Ranges, "close", watched)
+    yield left
+    assert not any(left)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +174,7 @@ def test_what_is_streamed_is_read_once_and_only_a_piece_too_far(folder, server, 
 # ------------------------------------------------------------------------------------------------ another file
 
 
-def test_a_file_that_was_replaced_is_refused_at_whichever_request_meets_it(folder, server):
+def test_a_file_that_was_replaced_is_refused_at_whichever_request_meets_it(folder, server, nothing_is_left_asked):
     paths = write_wide(folder / "replaced", 1)
     manifest = remote(server, folder, paths)
     plan = Plan.make(manifest, batch_size=2, lanes=1, shuffle=False)
@@ -168,6 +183,7 @@ def test_a_file_that_was_replaced_is_refused_at_whichever_request_meets_it(folde
         reading = Reading(storage_options=other.storage_options)
         with pytest.raises(ShardChangedError, match=r"0\.parquet"):
             list(fetch(plan, plan.micro_batches(0, plan.cursor()), reading=reading))
+    nothing_is_left_asked.clear()  # what failed is given up
 
 
 def test_data_that_was_moved_is_looked_at_once_a_shard(folder, server):
@@ -223,13 +239,14 @@ def test_damaged_cache_files_are_read_again(cached, server, tmp_path):
     assert server.served().num_gets == 0
 
 
-def test_manifests_of_other_versions_share_a_folder_and_never_bytes(cached, server, folder):
+def test_manifests_of_other_versions_share_a_folder_and_never_bytes(cached, server, nothing_is_left_asked):
     manifest, options = cached
     first = read(manifest, server, **options)
     others = [replace(manifest, digests=["0" * 32] * 2), replace(manifest, version_tags=["another"] * 2)]
     stats = ReadStats()
     with pytest.raises(ShardChangedError):
         read(replace(others[0], version_tags=["another"] * 2), server, **options)
+    nothing_is_left_asked.clear()
     assert read(others[1], server, stats=stats, **options) == first
     assert stats.num_cache_hits == 0
 
@@ -249,7 +266,7 @@ def test_local_files_are_kept_if_asked(cached, folder, tmp_path):
 # ------------------------------------------------------------------------------------------------ far ahead
 
 
-def test_requests_run_far_ahead_of_what_is_decoded(folder, server):
+def test_requests_run_far_ahead_of_what_is_decoded(folder, server, nothing_is_left_asked):
     parquet_manifest(folder / "far", [200, 200, 200], 4)
     manifest = remote(server, folder, sorted((folder / "far").glob("*.parquet")))
     plan = Plan.make(manifest, batch_size=4, lanes=4, seed=1)
@@ -262,4 +279,59 @@ def test_requests_run_far_ahead_of_what_is_decoded(folder, server):
     gathers.close()
     assert opened <= 4 * 5, "decoded are those of the gathers so far and of one more"
     assert server.served().num_gets > opened
+    assert nothing_is_left_asked[0] > 15, "which closing takes back"
+    nothing_is_left_asked.clear()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardstream-read")]
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(1, 12), (1 << 30, 1000)])
+def test_how_far_is_bounded_in_bytes(folder, server, nothing_is_left_asked, num_bytes, most):
+    parquet_manifest(folder / f"bounded{most}", [200, 200, 200], 4)
+    manifest = remote(server, folder, sorted((folder / f"bounded{most}").glob("*.parquet")))
+    plan = Plan.make(manifest, batch_size=4, lanes=4, seed=1)
+    reading = Reading(storage_options=server.storage_options, look_ahead=1, gather_rows=4, ahead_num_bytes=num_bytes)
+    gathers = fetch(plan, plan.micro_batches(0, plan.cursor()), reading=reading)
+    for _ in islice(gathers, 20):
+        pass
+    gathers.close()
+    assert nothing_is_left_asked[0] <= most
+    assert nothing_is_left_asked[0] > 20 or most == 12
+    nothing_is_left_asked.clear()
+
+
+# ------------------------------------------------------------------------------------------------ an S3 server
+
+
+def test_a_real_s3_protocol_and_an_object_replaced_while_it_is_read(tmp_path, nothing_is_left_asked):
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    paths = write_wide(tmp_path / "shards")
+    local = manifest_of_files(paths)
+    moto = ThreadedMotoServer(port=0, verbose=False)
+    moto.start()
+    try:
+        address = "http://{}:{}".format(*moto.get_host_and_port())
+        options = {"key": "k", "secret": "s", "endpoint_url": address, "client_kwargs": {"region_name": "us-east-1"}}
+        client = boto3.client("s3", endpoint_url=address, aws_access_key_id="k", aws_secret_access_key="s",
+                              region_name="us-east-1")  # fmt: skip
+        client.create_bucket(Bucket="bucket")
+        for path in paths:
+            client.put_object(Bucket="bucket", Key=path.name, Body=path.read_bytes())
+        manifest = manifest_of_files([f"s3://bucket/{path.name}" for path in paths], storage_options=options)
+        stats = ReadStats()
+        assert read(manifest, storage_options=options, stats=stats) == read(local)
+        assert stats.num_requests == stats.num_blocks_opened
+        plan = Plan.make(manifest, batch_size=2, lanes=1, shuffle=False)
+        reading = Reading(storage_options=options, ahead_num_bytes=1, look_ahead=1, gather_rows=2)
+        gathers = fetch(plan, plan.micro_batches(0, plan.cursor()), reading=reading)
+        next(gathers)
+        table = pq.read_table(paths[0])
+        changed = table.set_column(0, "uid", pa.array(list(reversed(table["uid"].to_pylist()))))
+        pq.write_table(changed, tmp_path / "changed", row_group_size=10)
+        client.put_object(Bucket="bucket", Key=paths[0].name, Body=(tmp_path / "changed").read_bytes())
+        with pytest.raises(ShardChangedError, match=r"0\.parquet"):
+            list(gathers)
+        nothing_is_left_asked.clear()
+    finally:
+        moto.stop()

@@ -18,6 +18,7 @@ from shardstream.formats import Shard, format_of
 from shardstream.layout import RowsLayout, RunKey
 from shardstream.manifest import Manifest
 from shardstream.plan import Plan
+from shardstream.reading import default_range_threads
 from shardstream.torch.dataset import StreamingDataset
 from shardstream.torch.loader import StreamingLoader
 from shardstream.torch.topology import Topology
@@ -132,7 +133,7 @@ class SpeedTest:
     @property
     def _num_storage_threads(self) -> int:
         is_local = storage.local_path(self.plan.manifest.url(0)) is not None
-        return self.num_threads if is_local else self.reading.num_range_threads or 32
+        return self.num_threads if is_local else self.reading.num_range_threads or default_range_threads()
 
     def _decoding(self, num_threads: int) -> StageSpeed:
         manifest, options = self.plan.manifest, self.reading.storage_options
