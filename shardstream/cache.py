@@ -32,6 +32,9 @@ _KEPT = 0.9  # evicting goes down to this part of the limit, so that it is not d
 _SCANS = 64  # the folder is looked through when this part of the limit was written
 
 
+_warned_of: set[str] = set()  # folders; each pass of a process has a cache of its own
+
+
 class _File(NamedTuple):
     used_at: float
     num_bytes: int
@@ -66,7 +69,6 @@ class RangeCache:
         self._folder, self._num_bytes = Path(folder), num_bytes
         self._num_bytes_unseen = num_bytes  # written since the folder was looked through: it never was
         self._paused_until = 0.0
-        self._has_warned = False
 
     @staticmethod
     def key(*parts: str) -> str:
@@ -108,8 +110,8 @@ class RangeCache:
                 raise
         except OSError as error:
             self._paused_until = time.monotonic() + _PAUSE_S
-            if not self._has_warned:
-                self._has_warned = True
+            if str(self._folder) not in _warned_of:
+                _warned_of.add(str(self._folder))
                 warnings.warn(
                     f"the cache in {self._folder} cannot be written ({error}); data is read from the store instead",
                     ShardStreamWarning,

@@ -15,7 +15,7 @@ from shardstream.read_stats import ReadStats
 from shardstream.storage import local_path
 
 _MOST_RANGE_THREADS = 32  # a store gives its bandwidth to many requests only
-_RANGE_THREADS_OF_CORE = 8  # more would wait for the processor: to receive and decode costs work, too
+_RANGE_THREADS_OF_CORE = 6  # more would wait for the processor: to receive and decode costs work, too
 _LEAST_RANGE_THREADS = 4  # in each of many workers
 
 
@@ -29,7 +29,7 @@ class Reading:
         gather_rows: Samples that are taken together, at the most.
         storage_options: For ``fsspec``.
         timeout_s: How long a batch may be waited for, in seconds.
-        num_range_threads: Requests to a remote store side by side; None for 8 a core and at most 32,
+        num_range_threads: Requests to a remote store side by side; None for 6 a core and at most 32,
             divided among a rank's workers.
         ahead_num_bytes: Bytes of blocks that are asked of a remote store before they are needed.
         memory_num_bytes: What a process that reads may hold for it; None for half of what the machine has for each of

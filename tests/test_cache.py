@@ -183,6 +183,7 @@ def test_a_full_disk_is_warned_of_once_and_leaves_nothing(tmp_path, monkeypatch)
     assert len(caught) == 1
     assert len(files(tmp_path)) == 1
     assert cache.get(key(1)) == data(1)
+    _put_some(RangeCache(tmp_path, MIB))  # of the next epoch: warnings are errors here
     monkeypatch.setattr(os, "write", write)
     monkeypatch.setattr(cache, "_paused_until", 0.0)  # a minute later
     cache.put(key(2), data(2))
