@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
+import subprocess
+import sys
 import tarfile
 import threading
 from dataclasses import replace
@@ -335,3 +338,52 @@ def test_a_real_s3_protocol_and_an_object_replaced_while_it_is_read(tmp_path, no
         nothing_is_left_asked.clear()
     finally:
         moto.stop()
+
+
+# ------------------------------------------------------------------------------------------------ ranks of a host
+
+RANK = """
+import hashlib, json, sys
+import numpy as np
+from shardstream.fetch import Reading, fetch
+from shardstream.manifest import Manifest
+from shardstream.plan import Plan
+path, rank, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+plan = Plan.make(Manifest.load(path), batch_size=5, world_size=2, lanes=10, seed=1)
+for epoch in range(int(sys.argv[4])):
+    ids, hasher = [], hashlib.blake2b()
+    gathers = fetch(plan, plan.micro_batches(rank, plan.cursor()), reading=Reading(**options))
+    for gathered in gathers:
+        ids += gathered.sample_ids.tolist()
+        for name in ("uid", "more", "tokens"):
+            hasher.update(np.ascontiguousarray(gathered.rows.columns[name].values).tobytes())
+        print("read", len(ids), file=sys.stderr, flush=True)
+print(json.dumps([ids, hasher.hexdigest()]))
+"""
+
+
+def rank_of(path, rank, options, num_epochs=1):
+    command = [sys.executable, "-c", RANK, path, str(rank), json.dumps(options), str(num_epochs)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def said(processes):
+    found = [process.communicate(timeout=90) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), found
+    return [json.loads(out) for out, _ in found]
+
+
+def test_ranks_share_a_cache_and_one_of_them_is_killed(folder, server, tmp_path):
+    paths = write_wide(folder / "ranks", 4)
+    path = remote(server, folder, paths).save(tmp_path / "remote").path
+    local = manifest_of_files(paths).save(tmp_path / "local").path
+    options = {"storage_options": dict(server.storage_options), "cache_dir": str(tmp_path / "cache")}
+    want = said([rank_of(local, rank, {}) for rank in (0, 1)])
+    killed = rank_of(path, 0, options, 10_000)
+    assert killed.stderr.readline().startswith("read")
+    killed.kill()
+    killed.communicate(timeout=30)
+    assert said([rank_of(path, rank, options) for rank in (0, 1)]) == want
+    server.served()
+    assert said([rank_of(path, rank, options, 3) for rank in (1, 0)]) == want[::-1]
+    assert server.served().num_gets == 0
