@@ -22,7 +22,10 @@ from shardstream.permutation import Int64Array
 PackingMode: TypeAlias = Literal["tokens", "whole"]
 
 _NO_COUNTS = "index the shards again with `shardstream index --tokens-column {column}`"
-_NO_TOKENS = "tokenise text first with `shardstream tokenize`: how many tokens there are must be known beforehand"
+_NO_TOKENS = (
+    "how many tokens there are must be known beforehand: write text as a column of token lists first "
+    "(`shardstream tokenize` is planned)"
+)
 
 
 @dataclass(frozen=True)

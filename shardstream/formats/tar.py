@@ -34,8 +34,8 @@ from shardstream.ranges import ByteRange
 
 KEY_COLUMN = "__key__"
 NO_WAY_IN = (
-    "compressed in one piece: a start in the middle decodes the shard from its beginning; `shardstream reshard` writes "
-    "it as zstd frames of a few MiB"
+    "compressed in one piece: a start in the middle decodes the shard from its beginning; written again as zstd frames "
+    "of a few MiB it could be entered anywhere (`shardstream reshard` is planned)"
 )
 _READ_NUM_BYTES = 1 << 20
 _LISTS = ("sample_keys", "sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")

@@ -276,7 +276,7 @@ def _advice_of_layout(manifest: Manifest, whole: StageSpeed) -> Iterator[str]:
         yield f"blocks are opened {whole.read_amplification:.2f} times: fewer lanes, or see `shardstream audit`"
     median = int(np.median(manifest.block_num_bytes))
     if median > _LARGE_BLOCK_NUM_BYTES:
-        yield f"blocks of {median >> 20:,} MiB: smaller row groups start and resume faster (`shardstream reshard`)"
+        yield f"blocks of {median >> 20:,} MiB: smaller row groups start and resume faster"
     elif median < _SMALL_BLOCK_NUM_BYTES and manifest.num_blocks > 1:
         yield f"blocks of {max(1, median >> 10):,} KiB: larger row groups cost less to open (1 to 4 MiB)"
 
