@@ -235,6 +235,39 @@ def test_a_range_is_one_request(server):
     assert storage.stat(server.url + "/good").version_tag == "v1"
 
 
+def test_a_range_tells_its_version_in_the_same_request(server):
+    assert storage.read_versioned(server.url + "/good", 10, 2000) == (DATA[10:2000], "v1")
+    assert server.asked == {("good", "GET"): 1}
+    assert storage.read_versioned(server.url + "/good", 7, 7) == (b"", None)
+
+
+def test_a_version_is_not_known_of_every_store(place):
+    with fsspec.open(place, "wb") as file:
+        file.write(DATA)
+    assert storage.read_versioned(place, 3, 10) == (DATA[3:10], None)
+
+
+@pytest.mark.parametrize(("name", "found"), [("404", "FileNotFoundError"), ("403", "403"), ("500", "500")])
+def test_failures_of_versioned_reads_are_those_of_others(server, name, found):
+    with pytest.raises(ReadError, match=rf"{server.url}/{name}.*{found}"):
+        storage.read_versioned(f"{server.url}/{name}", 10, 20, {"retry_timeout_s": 0.2})
+
+
+def test_what_is_too_long_or_too_short_is_for_the_caller_to_say(server):
+    data, _ = storage.read_versioned(server.url + "/no-ranges", 10, 20)
+    with pytest.raises(ReadError, match="ignores byte ranges"):
+        storage.whole(data, "a", 10, 20)
+    data, _ = storage.read_versioned(server.url + "/good", len(DATA) - 5, len(DATA) + 5)
+    with pytest.raises(ReadError, match="the file is cut"):
+        storage.whole(data, "a", len(DATA) - 5, len(DATA) + 5)
+
+
+@pytest.mark.parametrize("name", ["busy", "broken"])
+def test_passing_failures_of_versioned_reads_are_tried_again(server, name):
+    assert storage.read_versioned(f"{server.url}/{name}", 10, 2000) == (DATA[10:2000], "v1")
+    assert server.asked == {(name, "GET"): 3}
+
+
 @pytest.mark.parametrize("name", ["busy", "broken"])
 def test_passing_failures_are_tried_again(server, name):
     assert storage.read_range(f"{server.url}/{name}", 10, 2000) == DATA[10:2000]

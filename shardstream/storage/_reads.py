@@ -98,10 +98,11 @@ def read_versioned(url: str, start: int, end: int, storage_options: Options | No
     """
 
     def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> tuple[bytes, str | None]:
-        if not hasattr(fs, "_call_s3"):
+        kinds = {kind.__name__ for kind in type(fs).__mro__}  # by name: their packages need not be installed
+        known = next((ask for kind, ask in _VERSIONED.items() if kind in kinds), None)
+        if known is None:
             return read_range(url, start, end, storage_options), None
-        data, tag = sync(fs.loop, _get_from_s3, fs, inner, start, end, **limits)
-        return data, tag
+        return cast("tuple[bytes, str | None]", sync(fs.loop, known, fs, inner, start, end, **limits))
 
     if end <= start or local_path(url) is not None:
         return read_range(url, start, end, storage_options), None
@@ -120,6 +121,20 @@ async def _get_from_s3(fs: fsspec.AbstractFileSystem, path: str, start: int, end
     if len(data) < answer["ContentLength"]:  # a body that broke off is asked for again
         raise ShortBodyError(f"{len(data)} of {answer['ContentLength']} bytes came")
     return data, answer.get("ETag", "").strip('"') or None
+
+
+async def _get_from_http(fs: fsspec.AbstractFileSystem, url: str, start: int, end: int) -> tuple[bytes, str | None]:
+    """What ``fs._cat_file`` does, which throws the etag away."""
+    options = dict(fs.kwargs)
+    headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}"}
+    session = await fs.set_session()
+    async with session.get(fs.encode_url(url), headers=headers, **options) as answer:
+        data = await answer.read()
+        fs._raise_not_found_for_status(answer, url)  # noqa: SLF001
+        return data, answer.headers.get("ETag", "").strip('"') or None
+
+
+_VERSIONED = {"S3FileSystem": _get_from_s3, "HTTPFileSystem": _get_from_http}
 
 
 def read_tail(
