@@ -1,6 +1,12 @@
 from __future__ import annotations
 
+import signal
+
 from hypothesis import HealthCheck, settings
+
+# A shell's background job ignores Ctrl-C, and so would all programs that these tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a machine under load is not a defect. Derandomized: a run of the suite can be repeated exactly.
 settings.register_profile("shardstream", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
