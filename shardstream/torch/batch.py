@@ -247,9 +247,15 @@ class Batch:
             setattr(self, name, value)
 
 
-def _receive(parcel: Parcel) -> Batch:
+def restored(state: dict[str, Any]) -> Batch:
+    """Returns the batch whose ``__getstate__`` gave the state."""
     batch = Batch.__new__(Batch)
-    batch.__setstate__(unpack(parcel))
+    batch.__setstate__(state)
+    return batch
+
+
+def _receive(parcel: Parcel) -> Batch:
+    batch = restored(unpack(parcel))
     receiver = None if batch.origin_token is None else ARRIVALS.get(batch.origin_token)
     if receiver is not None:
         receiver.arrived(batch)

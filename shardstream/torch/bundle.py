@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._utils import ExceptionWrapper
 
 from shardstream.read_stats import ReadCounts
-from shardstream.torch.batch import Batch, Place
+from shardstream.torch.batch import Batch, Place, restored
 from shardstream.torch.parcel import Parcel, pack, unpack
 from shardstream.torch.ragged import Ragged, each_tensor, pinned
 
@@ -124,11 +124,7 @@ class SingleBatches:
 
     def __setstate__(self, state: tuple[Parcel, ExceptionWrapper | None, ReadCounts | None]) -> None:
         parcel, self._error, self.read = state
-        self._batches = []
-        for batch_state in unpack(parcel):
-            batch = Batch.__new__(Batch)
-            batch.__setstate__(batch_state)
-            self._batches.append(batch)
+        self._batches = [restored(batch_state) for batch_state in unpack(parcel)]
 
 
 Bundles: TypeAlias = Iterator[Bundle | SingleBatches]

@@ -171,7 +171,7 @@ def bundles(source: Callable[[], Source], worker: Worker) -> Bundles:
     with closing(_gathers(begun, worker, worker.worker_index)) as gathers:
         for gathered in gathers:
             told = stats.told(told)
-            yield (make.bundle(gathered) or SingleBatches(make.batches(gathered))).telling(told)
+            yield (make.bundle(gathered) or SingleBatches(make.one_by_one(gathered))).telling(told)
 
 
 def _read(begun: _Begun, worker: Worker, first_index: int) -> Generator[Batch, None, None]:
@@ -250,7 +250,11 @@ class _BatchMaker:
     def batches(self, gathered: Gathered) -> Iterator[Batch]:
         """Yields the batches of a gather."""
         bundle = self.bundle(gathered)
-        return map(self._batch, gathered.micro_batches()) if bundle is None else bundle.batches()
+        return self.one_by_one(gathered) if bundle is None else bundle.batches()
+
+    def one_by_one(self, gathered: Gathered) -> Iterator[Batch]:
+        """Yields the batches of a gather, each made by itself when it is asked for."""
+        return map(self._batch, gathered.micro_batches())
 
     def _batch(self, fetched: Fetched) -> Batch:
         rows, source_index = without_source(fetched.rows)
