@@ -29,11 +29,12 @@ $(STAMP): pyproject.toml $(PINS)
 # One thread each: the tests start many processes, and two cores have no use for more.
 test: export OMP_NUM_THREADS := 1
 test: lint
-	python -m pytest -q
+	python -m pytest -q -m "not rest"
+	python -m pytest -q -m rest
 
 # Without what is slow or starts several processes.
 quick: $(STAMP)
-	python -m pytest -q -m "not slow and not distributed"
+	python -m pytest -q -m "not slow and not distributed and not rest"
 
 lint: $(STAMP)
 	ruff check .
