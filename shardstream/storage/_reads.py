@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Any, BinaryIO, cast
@@ -16,12 +18,22 @@ from fsspec.asyn import sync
 
 from shardstream.errors import ReadError
 from shardstream.storage._locations import local_path
-from shardstream.storage._systems import Options, ShortBodyError, naming, retried
+from shardstream.storage._systems import (
+    Options,
+    RangeIgnoredError,
+    ShortBodyError,
+    WrongRangeError,
+    naming,
+    retried,
+    status_of,
+)
 
 STREAM_NUM_BYTES = 8 << 20  # one request of a file that is read front to back
 
 _TAG_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
-_TIME_KEYS = ("mtime", "LastModified", "last_modified", "modified", "created")
+_TIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "modified", "created")
+_CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_BEYOND_THE_END = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
 
 
 @dataclass(frozen=True)
@@ -77,13 +89,7 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
             data = _read_local(path, start, end - start)
         return whole(data, url, start, end)
 
-    def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> bytes:
-        data = fs.cat_file(inner, start=start, end=end, **limits)
-        if len(data) < end - start:  # a body that broke off looks like this, so it is asked for again
-            raise ShortBodyError(f"{len(data)} of {end - start} bytes came")
-        return cast("bytes", data)
-
-    return whole(retried(url, storage_options, get), url, start, end)
+    return whole(read_versioned(url, start, end, storage_options)[0], url, start, end)
 
 
 def read_versioned(url: str, start: int, end: int, storage_options: Options | None = None) -> tuple[bytes, str | None]:
@@ -100,9 +106,12 @@ def read_versioned(url: str, start: int, end: int, storage_options: Options | No
     def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> tuple[bytes, str | None]:
         kinds = {kind.__name__ for kind in type(fs).__mro__}  # by name: their packages need not be installed
         known = next((ask for kind, ask in _VERSIONED.items() if kind in kinds), None)
-        if known is None:
-            return read_range(url, start, end, storage_options), None
-        return cast("tuple[bytes, str | None]", sync(fs.loop, known, fs, inner, start, end, **limits))
+        if known is not None:
+            return cast("tuple[bytes, str | None]", sync(fs.loop, known, fs, inner, start, end, **limits))
+        data = fs.cat_file(inner, start=start, end=end, **limits)
+        if len(data) < end - start:  # a body that broke off looks like this, so it is asked for again
+            raise ShortBodyError(f"{len(data)} of {end - start} bytes came")
+        return data, None
 
     if end <= start or local_path(url) is not None:
         return read_range(url, start, end, storage_options), None
@@ -110,28 +119,67 @@ def read_versioned(url: str, start: int, end: int, storage_options: Options | No
 
 
 async def _get_from_s3(fs: fsspec.AbstractFileSystem, path: str, start: int, end: int) -> tuple[bytes, str | None]:
-    """What ``fs._cat_file`` does, which throws the etag away."""
+    """What ``fs._cat_file`` does, which neither looks at which bytes came nor returns the etag."""
     bucket, key, version = fs.split_path(path)
     more = {"VersionId": version} if version else {}
-    answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **more)  # noqa: SLF001
     try:
-        data = await answer["Body"].read()
+        answer = await fs._call_s3("get_object", Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}", **more)  # noqa: SLF001
+    except OSError as error:
+        if status_of(error) == _BEYOND_THE_END:
+            return b"", ""
+        raise
+    body = answer["Body"]
+    try:
+        num_bytes, _ = _expected(answer.get("ContentRange"), answer["ContentLength"], start, end)
+        data = await body.read()
     finally:
-        answer["Body"].close()
-    if len(data) < answer["ContentLength"]:  # a body that broke off is asked for again
-        raise ShortBodyError(f"{len(data)} of {answer['ContentLength']} bytes came")
-    return data, answer.get("ETag", "").strip('"') or None
+        body.close()
+    return _complete(data, num_bytes), answer.get("ETag", "").strip('"') or None
 
 
 async def _get_from_http(fs: fsspec.AbstractFileSystem, url: str, start: int, end: int) -> tuple[bytes, str | None]:
-    """What ``fs._cat_file`` does, which throws the etag away."""
+    """What ``fs._cat_file`` does, which neither looks at which bytes came nor returns the etag."""
     options = dict(fs.kwargs)
-    headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}"}
+    asked = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}  # of what is stored
     session = await fs.set_session()
-    async with session.get(fs.encode_url(url), headers=headers, **options) as answer:
-        data = await answer.read()
+    async with session.get(fs.encode_url(url), headers={**options.pop("headers", {}), **asked}, **options) as answer:
+        headers = answer.headers
+        if answer.status == _BEYOND_THE_END:
+            return b"", headers.get("ETag", "").strip('"')
         fs._raise_not_found_for_status(answer, url)  # noqa: SLF001
-        return data, answer.headers.get("ETag", "").strip('"') or None
+        content_range = headers.get("Content-Range") if answer.status == HTTPStatus.PARTIAL_CONTENT else None
+        num_bytes, file_num_bytes = _expected(content_range, answer.content_length, start, end)
+        data = _complete(await answer.read(), num_bytes)
+        named = {name: headers.get(name) for name in ("ETag", "Last-Modified")}  # in any case, unlike in a plain dict
+        is_known = bool(named["ETag"]) or file_num_bytes is not None
+        return data, _version_tag({**named, "size": file_num_bytes}) if is_known else None
+
+
+def _expected(content_range: str | None, content_length: int | None, start: int, end: int) -> tuple[int, int | None]:
+    """How many bytes an answer must hold, and the size of the file, before its body is read.
+
+    Raises:
+        RangeIgnoredError: If it is the whole file.
+        WrongRangeError: If it holds other bytes than ``[start, end)`` of the file.
+    """
+    if content_range is None:  # the whole file, which may be what was asked for
+        if start or content_length is None or content_length > end:
+            raise RangeIgnoredError(f"all of the file came instead of bytes {start} to {end}")
+        return content_length, content_length
+    found = _CONTENT_RANGE.fullmatch(content_range.strip())
+    if found is None:
+        raise WrongRangeError(f"an answer to bytes {start} to {end} says of itself: {content_range!r}")
+    size = None if found[3] == "*" else int(found[3])
+    wanted = (start, end if size is None else min(end, size))
+    if (int(found[1]), int(found[2]) + 1) != wanted:
+        raise WrongRangeError(f"bytes {found[1]} to {int(found[2]) + 1} came instead of {wanted[0]} to {wanted[1]}")
+    return wanted[1] - wanted[0], size
+
+
+def _complete(data: bytes, num_bytes: int) -> bytes:
+    if len(data) != num_bytes:  # a body that broke off is asked for again
+        raise ShortBodyError(f"{len(data)} of {num_bytes} bytes came")
+    return data
 
 
 _VERSIONED = {"S3FileSystem": _get_from_s3, "HTTPFileSystem": _get_from_http}

@@ -6,25 +6,38 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import fsspec
+import fsspec.exceptions
 from fsspec.core import split_protocol, url_to_fs
 
 from shardstream.errors import ReadError, ShardStreamError, shown_url
 from shardstream.storage._locations import is_chain
 
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
+
 T = TypeVar("T")
 Options = Mapping[str, Any]
 
 RETRY_TIMEOUT_S = 60.0  # how long transient failures are retried, unless storage_options["retry_timeout_s"] says else
+_ATTEMPT_SHARE = 0.5  # of that, for one attempt: a request whose bytes drip is dropped and made again
+_LEAST_ATTEMPT_S = 1.0
+_CONNECT_TIMEOUT_S, _STALL_TIMEOUT_S = 10.0, 20.0  # to get a connection, and from one piece of an answer to the next
+_MOST_IGNORED_RANGES = 4  # one of many machines behind an address may do so; a server that always does is named at once
 
 _PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, FileExistsError)
 _TRANSIENT_WORDS = ("Connection", "Timeout", "Payload", "Disconnected", "IncompleteRead")
 _RETRIED_STATUSES = frozenset({408, 425, 429})
 
-_MOST_CONNECTIONS = {"config_kwargs": {"max_pool_connections": 64}}  # botocore's 10 would be the limit of all reads
-_DEFAULTS: dict[str, dict[str, Any]] = {"s3": _MOST_CONNECTIONS, "s3a": _MOST_CONNECTIONS}
+_CREDENTIALS_STATUSES = frozenset({401, 403})
+_S3_CONFIG = {
+    "max_pool_connections": 64,  # botocore's 10 would be the limit of all reads
+    "connect_timeout": _CONNECT_TIMEOUT_S,
+    "read_timeout": _STALL_TIMEOUT_S,
+    "retries": {"total_max_attempts": 1},  # ours have one deadline, heed Retry-After, and keep the last error
+}
 
 _file_systems: dict[tuple[int, str, str], fsspec.AbstractFileSystem] = {}
 
@@ -47,17 +60,40 @@ def file_system(url: str, storage_options: Options | None = None) -> tuple[fsspe
             return cast("tuple[fsspec.AbstractFileSystem, str]", url_to_fs(url, **options))
         protocol = split_protocol(url)[0] or "file"
         kind = fsspec.get_filesystem_class(protocol)
-        options = {**_DEFAULTS.get(protocol, {}), **kind._get_kwargs_from_urls(url), **options}  # noqa: SLF001 - how fsspec itself finds host and user
+        options = _with_defaults(protocol, {**kind._get_kwargs_from_urls(url), **options})  # noqa: SLF001 - how fsspec itself finds host and user
         key = (os.getpid(), protocol, repr(sorted(options.items())))
         if key not in _file_systems:
-            _file_systems.setdefault(key, fsspec.filesystem(protocol, skip_instance_cache=True, **options))
+            made = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+            if protocol in ("s3", "s3a"):
+                made.retries = 1  # s3fs's own, inside ours
+            _file_systems.setdefault(key, made)
         return _file_systems[key], str(kind._strip_protocol(url))  # noqa: SLF001 - url_to_fs does the same, at 20 times the cost
     except (ImportError, ValueError, TypeError) as error:
         raise ReadError("cannot open this kind of location", url=url, found=shown_url(str(error))) from error
 
 
+def _with_defaults(protocol: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with limits of our own for what they do not say."""
+    if protocol in ("s3", "s3a"):
+        return {**options, "config_kwargs": {**_S3_CONFIG, **(options.get("config_kwargs") or {})}}
+    if protocol in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        timeout = ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_STALL_TIMEOUT_S)
+        return {**options, "client_kwargs": {"timeout": timeout, **(options.get("client_kwargs") or {})}}
+    return options
+
+
 class ShortBodyError(OSError):
     """Fewer bytes came than were asked for."""
+
+
+class WrongRangeError(OSError):
+    """Other bytes came than were asked for, or an answer that does not say which."""
+
+
+class RangeIgnoredError(OSError):
+    """The whole file was sent where a range was asked for."""
 
 
 def retried(
@@ -67,7 +103,7 @@ def retried(
     verb: str = "read",
 ) -> T:
     """Returns ``act(file system, path, limits)``, tried again while it fails for a reason that may pass."""
-    from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random_exponential
+    from tenacity import Retrying, retry_if_exception, stop_before_delay
 
     timeout_s = float((storage_options or {}).get("retry_timeout_s", RETRY_TIMEOUT_S))
     deadline = time.monotonic() + timeout_s
@@ -75,28 +111,72 @@ def retried(
     def once() -> T:
         fs, inner = file_system(url, storage_options)
         # An async file system waits for ever unless told: fsspec takes the limit of one call as a keyword.
-        limits = {"timeout": max(1.0, deadline - time.monotonic())} if getattr(fs, "async_impl", False) else {}
-        return act(fs, inner, limits)
+        left_s = min(deadline - time.monotonic(), timeout_s * _ATTEMPT_SHARE)
+        limit_s = max(_LEAST_ATTEMPT_S, left_s)
+        try:
+            return act(fs, inner, {"timeout": limit_s} if getattr(fs, "async_impl", False) else {})
+        except fsspec.exceptions.FSTimeoutError as error:  # which says nothing
+            raise TimeoutError(f"no whole answer within {limit_s:.3g} s") from error
 
     with naming(url, verb):
         return Retrying(
-            stop=stop_after_delay(timeout_s),
-            wait=wait_random_exponential(multiplier=0.1, max=5.0),
+            stop=lambda state: stop_before_delay(timeout_s)(state) or _ignores_ranges(state),
+            wait=_pause_s,
             retry=retry_if_exception(_is_transient),
             reraise=True,
         )(once)
 
 
+def status_of(error: BaseException) -> int | None:
+    """Returns the HTTP status that an error, or its cause, tells; None if none does."""
+    for status in (getattr(error, "status", None), _answer_of(error).get("HTTPStatusCode")):
+        if isinstance(status, int):
+            return status
+    return None if error.__cause__ is None else status_of(error.__cause__)
+
+
+def _answer_of(error: BaseException) -> Mapping[str, Any]:
+    """What botocore knows of an answer."""
+    response = getattr(error, "response", None)
+    return dict(response.get("ResponseMetadata") or {}) if isinstance(response, dict) else {}
+
+
+def _retry_after_s(error: BaseException | None) -> float:
+    """How long the server asks to be left alone: its Retry-After in seconds."""
+    while error is not None:
+        headers = getattr(error, "headers", None) or _answer_of(error).get("HTTPHeaders") or {}
+        text = str(headers.get("Retry-After") or headers.get("retry-after") or "")
+        if text.strip().isdigit():
+            return float(text)
+        error = error.__cause__
+    return 0.0
+
+
+def _pause_s(state: RetryCallState) -> float:
+    """How long to wait before the next attempt: random, longer each time, and what the server asks for on top."""
+    from tenacity import wait_random_exponential
+
+    error = state.outcome.exception() if state.outcome is not None else None
+    return wait_random_exponential(multiplier=0.1, max=5.0)(state) + _retry_after_s(error)
+
+
+def _ignores_ranges(state: RetryCallState) -> bool:
+    error = state.outcome.exception() if state.outcome is not None else None
+    return isinstance(error, RangeIgnoredError) and state.attempt_number >= _MOST_IGNORED_RANGES
+
+
 def _is_transient(error: BaseException) -> bool:
     """Whether the same request may succeed in a moment. Goes by names where the packages may not be installed."""
-    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
-        return _is_transient(
-            error.__cause__
-        )  # fsspec's HTTP says "not found" of any failure, and keeps the reason here
-    status = getattr(error, "status", None)
-    if isinstance(status, int):
+    if isinstance(error, ShardStreamError):
+        return False
+    if isinstance(error, TimeoutError):  # S3's RequestTimeout has the status 400
+        return True
+    status = status_of(error)  # fsspec's HTTP says "not found" of any failure, and keeps the reason as its cause
+    if status is not None:
         return status in _RETRIED_STATUSES or status >= 500  # noqa: PLR2004 - HTTP: the server's fault
-    if isinstance(error, (ShardStreamError, *_PERMANENT)):
+    if isinstance(error, FileNotFoundError) and error.__cause__ is not None:
+        return _is_transient(error.__cause__)
+    if isinstance(error, _PERMANENT):
         return False
     names = [kind.__name__ for kind in type(error).__mro__]
     return isinstance(error, OSError) or any(word in name for name in names for word in _TRANSIENT_WORDS)
@@ -111,6 +191,14 @@ def naming(url: str, verb: str = "read") -> Iterator[None]:
         raise
     except Exception as error:
         found = f"{type(error).__name__}: {shown_url(str(error))}"
-        hints = {FileNotFoundError: "check the path", PermissionError: "check the credentials or the file's mode"}
-        hint = next((text for kind, text in hints.items() if isinstance(error, kind)), None)
-        raise ReadError(f"cannot {verb} the file", url=url, found=found, hint=hint) from error
+        raise ReadError(f"cannot {verb} the file", url=url, found=found, hint=_hint(error)) from error
+
+
+def _hint(error: Exception) -> str | None:
+    if isinstance(error, RangeIgnoredError):
+        return "the server ignores byte ranges; use one that supports them"
+    if isinstance(error, FileNotFoundError) and status_of(error) in (None, 404):
+        return "check the path"
+    if isinstance(error, PermissionError) or status_of(error) in _CREDENTIALS_STATUSES:
+        return "check the credentials (have they expired?) or the file's mode"
+    return None
