@@ -1,4 +1,4 @@
-"""Compressed tars as forward-only streams that notice where they were cut, and that know their zstd frames."""
+"""Compressed shards as forward-only streams that notice where they were cut, and that know their zstd frames."""
 
 from __future__ import annotations
 
@@ -125,19 +125,19 @@ class ZstdStream:
 
 
 def decompressed(file: BinaryIO, format_name: str) -> Readable:
-    """Returns the decoded stream of a tar file.
+    """Returns the decoded stream of a shard.
 
     Args:
         file: The file, at its first byte; it stays the caller's to close.
-        format_name: ``"tar"``, ``"tar.gz"`` (any number of gzip members, zero padding allowed) or ``"tar.zst"``.
+        format_name: Ending in ``".gz"`` (any number of gzip members, zero padding allowed), ``".zst"``, or plain.
 
     Example:
         >>> decompressed(io.BytesIO(gzip.compress(b"ab") + gzip.compress(b"cd")), "tar.gz").read(9)
         b'abcd'
     """
-    if format_name == "tar.gz":
+    if format_name.endswith(".gz"):
         return gzip.GzipFile(fileobj=file, mode="rb")
-    return ZstdStream(file) if format_name == "tar.zst" else file
+    return ZstdStream(file) if format_name.endswith(".zst") else file
 
 
 class ForwardFile:

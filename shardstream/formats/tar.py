@@ -4,29 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from shardstream import storage
 from shardstream.columns import Column, Rows, Slices
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
+from shardstream.formats._block_bytes import block_ranges, bytes_of_runs, place_in_shard
 from shardstream.formats._counts import RunLengths, token_counts
 from shardstream.formats._decompress import ForwardFile, Frame, ZstdStream, decompressed
 from shardstream.formats._shards import (
     DAMAGE,
-    ShardRanges,
     check_unchanged,
     naming_damage,
     remembered,
     run_bounds,
 )
-from shardstream.formats._span import SpanFile, pieces
 from shardstream.formats._tar_blocks import TarBlocks, cut_blocks
 from shardstream.formats._tar_scan import Findings, MemberTable, group_members, scan_members
 from shardstream.manifest import ColumnSchema
@@ -37,7 +35,6 @@ NO_WAY_IN = (
     "compressed in one piece: a start in the middle decodes the shard from its beginning; written again as zstd frames "
     "of a few MiB it could be entered anywhere (`shardstream reshard` is planned)"
 )
-_READ_NUM_BYTES = 1 << 20
 _LISTS = ("sample_keys", "sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")
 
 
@@ -102,12 +99,7 @@ class TarFormat:
     def ranges_of(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> list[ByteRange]:
         """Returns the block's bytes, cut; see ``Format.ranges_of``."""
         del columns  # the fields of a sample lie together
-        manifest = shard.manifest
-        ranges = pieces([_span(shard, block)])
-        if manifest.block_run_rows[block] < manifest.block_rows[block]:  # a plain tar is entered anywhere
-            ranges = [] if first_run and manifest.formats[shard.index] == "tar" else ranges[:1]
-        source = ShardRanges(shard, lambda: _digest_now(shard))
-        return [source.range(start, end) for start, end in ranges]
+        return block_ranges(shard, block, first_run, lambda: _digest_now(shard))
 
     def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
         """Yields the runs of a block; see ``Format.read_runs``.
@@ -120,19 +112,12 @@ class TarFormat:
         samples = remembered(shard, lambda: _samples(shard))
         first_row = int(shard.manifest.block_start[block] - shard.manifest.first_sample[shard.index])
         bounds = [(first_row + first, first_row + end) for first, end in run_bounds(shard, block)][first_run:]
-        path = storage.local_path(shard.url) if shard.is_local else None
+        spans = [(int(samples.starts[first]), int(samples.ends[end - 1])) for first, end in bounds]
+        data_offset = int(samples.block_data_offset[place_in_shard(shard, block)])
         with naming_damage(shard.url, block):
-            if path is not None and shard.manifest.formats[shard.index] == "tar":
-                for first, end in bounds:
-                    start = int(samples.starts[first])
-                    values = _mapped(path, start, int(samples.ends[end - 1]))
-                    yield _rows(shard, samples, first, end, columns, values, start)
-                return
-            with _block_stream(shard, block, int(samples.block_data_offset[_place(shard, block)])) as stream:
-                for first, end in bounds:
-                    start = int(samples.starts[first])
-                    stream.seek(start)
-                    values = _read_exactly(stream, int(samples.ends[end - 1]) - start)
+            runs = bytes_of_runs(shard, block, spans, data_offset, lambda: _digest_now(shard))
+            with closing(runs):
+                for (first, end), (start, _), values in zip(bounds, spans, runs, strict=True):
                     yield _rows(shard, samples, first, end, columns, values, start)
                     del values
 
@@ -251,61 +236,6 @@ def _samples(shard: Shard) -> _Samples:
         ends=ends,
         block_data_offset=np.asarray(lists["block_data_offset"]),
     )
-
-
-def _place(shard: Shard, block: int) -> int:
-    """Index of the block in its shard."""
-    return block - int(shard.manifest.shard_first_block[shard.index])
-
-
-def _mapped(path: str, start: int, end: int) -> npt.NDArray[np.uint8]:
-    """Bytes of a local file as a view of its mapping, which lives as long as the view; the file is closed at once.
-
-    Open runs are file pages then, which the system can drop and read again: thousands of lanes take no memory.
-    """
-    with pa.memory_map(path) as file:
-        file.seek(start)
-        values = np.frombuffer(file.read_buffer(end - start), np.uint8)
-    return _whole(values, end - start)
-
-
-def _read_exactly(stream: ForwardFile, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """The next bytes of a stream."""
-    values = np.empty(num_bytes, np.uint8)
-    view, filled = values.data, 0
-    while part := stream.read(min(_READ_NUM_BYTES, num_bytes - filled)):
-        view[filled : filled + len(part)] = part
-        filled += len(part)
-    return _whole(values[:filled], num_bytes)
-
-
-def _whole(values: npt.NDArray[np.uint8], num_bytes: int) -> npt.NDArray[np.uint8]:
-    if len(values) < num_bytes:
-        raise EOFError(f"{len(values)} of {num_bytes} bytes are there")
-    return values
-
-
-def _span(shard: Shard, block: int) -> tuple[int, int]:
-    """First byte and end of a block in its file."""
-    offset = int(shard.manifest.block_offset[block])
-    return offset, offset + int(shard.manifest.block_num_bytes[block])
-
-
-@contextmanager
-def _block_stream(shard: Shard, block: int, data_offset: int) -> Iterator[ForwardFile]:
-    """The decoded bytes of a block, from where it can be entered."""
-    manifest, url = shard.manifest, shard.url
-    offset = int(manifest.block_offset[block])
-    if shard.is_local:
-        file = storage.open_source(url)
-    else:
-        ranges, num_bytes = ShardRanges(shard, lambda: _digest_now(shard)), int(manifest.num_bytes[shard.index])
-        is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
-        span = SpanFile(ranges, [_span(shard, block)], num_bytes=num_bytes, is_streamed=is_streamed)
-        file = cast("BinaryIO", span)
-    with file:
-        file.seek(offset)
-        yield ForwardFile(decompressed(file, manifest.formats[shard.index]), position=data_offset)
 
 
 def _rows(

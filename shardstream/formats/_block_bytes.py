@@ -1,0 +1,120 @@
+"""The bytes of blocks of whole samples: of a local plain file its mapping, of any other a stream, decoded if need be.
+
+For formats whose samples lie one after the other in a stream that may be compressed: plain where the format's name has
+no dot ("tar"), else compressed as its ending says ("tar.zst").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from shardstream import storage
+from shardstream.formats import Shard
+from shardstream.formats._decompress import ForwardFile, decompressed
+from shardstream.formats._shards import ShardRanges
+from shardstream.formats._span import Span, SpanFile, pieces
+from shardstream.ranges import ByteRange
+
+_READ_NUM_BYTES = 1 << 20
+
+
+def place_in_shard(shard: Shard, block: int) -> int:
+    """Returns the index of a block in its shard."""
+    return block - int(shard.manifest.shard_first_block[shard.index])
+
+
+def bytes_of_runs(
+    shard: Shard, block: int, runs: Sequence[Span], data_offset: int, digest_now: Callable[[], str]
+) -> Generator[npt.NDArray[np.uint8], None, None]:
+    """Yields the decoded bytes of runs of a block.
+
+    Args:
+        shard: The shard.
+        block: Index of the block in the manifest.
+        runs: First byte and end of each wanted run in the decoded stream, in order.
+        data_offset: Where in the decoded stream the block can be entered.
+        digest_now: See ``check_unchanged``.
+
+    Raises:
+        EOFError: If the shard ends before; other errors as ``DAMAGE`` lists them.
+        ReadError: If storage failed.
+    """
+    path = storage.local_path(shard.url) if shard.is_local else None
+    if path is not None and _is_plain(shard):
+        for start, end in runs:
+            yield _mapped(path, start, end)
+        return
+    with _block_stream(shard, block, data_offset, digest_now) as stream:
+        for start, end in runs:
+            stream.seek(start)
+            yield _read_exactly(stream, end - start)
+
+
+def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[[], str]) -> list[ByteRange]:
+    """Returns the ranges of a block that ``bytes_of_runs`` asks for first; see ``Format.ranges_of``."""
+    manifest = shard.manifest
+    ranges = pieces([_span(shard, block)])
+    if manifest.block_run_rows[block] < manifest.block_rows[block]:  # a plain shard is entered anywhere
+        ranges = [] if first_run and _is_plain(shard) else ranges[:1]
+    source = ShardRanges(shard, digest_now)
+    return [source.range(start, end) for start, end in ranges]
+
+
+def _is_plain(shard: Shard) -> bool:
+    return "." not in shard.manifest.formats[shard.index]
+
+
+def _mapped(path: str, start: int, end: int) -> npt.NDArray[np.uint8]:
+    """Bytes of a local file as a view of its mapping, which lives as long as the view; the file is closed at once.
+
+    Open runs are file pages then, which the system can drop and read again: thousands of lanes take no memory.
+    """
+    with pa.memory_map(path) as file:
+        file.seek(start)
+        values = np.frombuffer(file.read_buffer(end - start), np.uint8)
+    return _whole(values, end - start)
+
+
+def _read_exactly(stream: ForwardFile, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """The next bytes of a stream."""
+    values = np.empty(num_bytes, np.uint8)
+    view, filled = values.data, 0
+    while part := stream.read(min(_READ_NUM_BYTES, num_bytes - filled)):
+        view[filled : filled + len(part)] = part
+        filled += len(part)
+    return _whole(values[:filled], num_bytes)
+
+
+def _whole(values: npt.NDArray[np.uint8], num_bytes: int) -> npt.NDArray[np.uint8]:
+    if len(values) < num_bytes:
+        raise EOFError(f"{len(values)} of {num_bytes} bytes are there")
+    return values
+
+
+def _span(shard: Shard, block: int) -> Span:
+    """First byte and end of a block in its file."""
+    offset = int(shard.manifest.block_offset[block])
+    return offset, offset + int(shard.manifest.block_num_bytes[block])
+
+
+@contextmanager
+def _block_stream(shard: Shard, block: int, data_offset: int, digest_now: Callable[[], str]) -> Iterator[ForwardFile]:
+    """The decoded bytes of a block, from where it can be entered."""
+    manifest, url = shard.manifest, shard.url
+    offset = int(manifest.block_offset[block])
+    if shard.is_local:
+        file = storage.open_source(url)
+    else:
+        ranges, num_bytes = ShardRanges(shard, digest_now), int(manifest.num_bytes[shard.index])
+        is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
+        span = SpanFile(ranges, [_span(shard, block)], num_bytes=num_bytes, is_streamed=is_streamed)
+        file = cast("BinaryIO", span)
+    with file:
+        file.seek(offset)
+        yield ForwardFile(decompressed(file, manifest.formats[shard.index]), position=data_offset)
