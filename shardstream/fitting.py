@@ -126,11 +126,26 @@ def num_first_fit(lengths: Int64Array, sequence_length: int) -> int:
     return num_sequences
 
 
-def sequence_counts_name(sequence_length: int, *, has_eos: bool) -> str:
-    """Returns the name of the manifest's list of sequences per run, of whole documents.
+def num_unpacked(lengths: Int64Array, sequence_length: int) -> int:
+    """Returns how many sequences documents take that share none with another, those too long for one being cut.
+
+    Args:
+        lengths: int64[num_documents], tokens of each; in any order.
+        sequence_length: T.
 
     Example:
-        >>> sequence_counts_name(2048, has_eos=True)
-        'sequences.2048+eos'
+        >>> num_unpacked(np.array([3, 6, 4, 2, 5, 0, 9]), 7)
+        7
     """
-    return f"sequences.{sequence_length}{'+eos' if has_eos else ''}"
+    return len(cut_documents(lengths, sequence_length).length)
+
+
+def sequence_counts_name(sequence_length: int, *, has_eos: bool, mode: str = "whole") -> str:
+    """Returns the name of the manifest's list of sequences per run, of whole documents or of unpacked ones.
+
+    Example:
+        >>> sequence_counts_name(2048, has_eos=True), sequence_counts_name(2048, has_eos=False, mode="unpacked")
+        ('sequences.2048+eos', 'parts.2048')
+    """
+    kind = "sequences" if mode == "whole" else "parts"
+    return f"{kind}.{sequence_length}{'+eos' if has_eos else ''}"

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -21,6 +21,7 @@ import numpy as np
 
 from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
+from shardstream.packing import Packing
 from shardstream.permutation import Int64Array, key64
 
 TABLE_POSITIONS = 65536  # shares are exact over at least so many positions
@@ -43,6 +44,9 @@ class Mixture:
             for sources that are not named.
         stop_after: Position after which the stream ends, rounded up to a window; or the name of a source, at whose end
             it does; or None.
+        packing: Where sources are packed: name → how this one is packed otherwise than all are, a mode
+            (``"unpacked"``) or settings of ``Packing`` (``{"mode": "unpacked", "column": "ids"}``). The sequence length
+            is that of all.
 
     Attributes:
         sources: Name → (manifest, weight), sorted by name.
@@ -63,6 +67,7 @@ class Mixture:
     sources: Mapping[str, tuple[ManifestLike, float]]
     schedule: Sequence[tuple[int, Mapping[str, float]]] = ()
     stop_after: int | str | None = None
+    packing: Mapping[str, str | Mapping[str, Any]] = field(default_factory=dict)
     names: tuple[str, ...] = field(init=False)
     manifests: tuple[Manifest, ...] = field(init=False, repr=False)
 
@@ -85,6 +90,8 @@ class Mixture:
             raise PlanError("stop_after names no source", expected=" or ".join(names), found=repr(self.stop_after))
         if self.stop_after is not None and not isinstance(self.stop_after, str):
             _checked_position(self.stop_after)
+        packing = {name: _packing_settings(name, given, names) for name, given in self.packing.items()}
+        object.__setattr__(self, "packing", packing)
         object.__setattr__(self, "sources", sources)
         object.__setattr__(self, "schedule", tuple(schedule))
         object.__setattr__(self, "names", names)
@@ -101,6 +108,29 @@ class Mixture:
         from shardstream.mixture_file import load_mixture
 
         return load_mixture(path, storage_options=storage_options)
+
+    def packed(self, name: str, packing: Packing | None) -> Packing | None:
+        """Returns how a source is packed.
+
+        Args:
+            name: The source.
+            packing: How all are; None if samples are not packed.
+
+        Raises:
+            PlanError: If only some are.
+
+        Example:
+            >>> chat = Manifest.synthetic(num_shards=1, blocks_per_shard=1, rows_per_block=9)
+            >>> mixture = Mixture({"chat": (chat, 1)}, packing={"chat": "unpacked"})
+            >>> mixture.packed("chat", Packing(2048, eos_id=0)).mode
+            'unpacked'
+        """
+        if packing is None and self.packing:
+            found = f"packing of {' and '.join(sorted(self.packing))}"
+            hint = "give sequence_length=; sources that are not packed are rows of that length, with packing='unpacked'"
+            raise PlanError("all sources of a mixture are sequences, or none", found=found, hint=hint)
+        own: Any = self.packing.get(name, {})
+        return None if packing is None else replace(packing, **own)
 
     def eras(self, *grid: int | tuple[int, int]) -> tuple[Era, ...]:
         """Returns the stretches of the stream in which nothing changes, first to last.
@@ -352,6 +382,19 @@ def _checked_position(position: Any) -> int:
     if number < 0 or isinstance(position, bool):
         raise PlanError("a position of a mixture must not be negative", found=repr(position))
     return number
+
+
+def _packing_settings(name: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
+    if name not in names:
+        raise PlanError("packing of no source", expected=" or ".join(names), found=name)
+    settings = {"mode": given} if isinstance(given, str) else given
+    known = [field.name for field in fields(Packing) if field.name != "sequence_length"]
+    if not isinstance(settings, Mapping) or not set(settings) <= set(known):
+        hint = "the sequence length is that of all sources" if "sequence_length" in given else None
+        expected = f"a mode, or some of {', '.join(known)}"
+        raise PlanError(f"the packing of source {name!r} is not understood", expected=expected, found=given, hint=hint)
+    Packing(1, **settings)  # checks them
+    return dict(settings)
 
 
 def _check_weights(weights: Mapping[str, float], names: Sequence[str]) -> None:

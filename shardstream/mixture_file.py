@@ -35,7 +35,8 @@ def mixture_of(settings: Any, *, storage_options: Mapping[str, Any] | None = Non
     """Makes a mixture of plain values.
 
     Args:
-        settings: ``sources``: name → ``manifest`` and ``weight``; ``schedule``: a list of ``at`` (position) and
+        settings: ``sources``: name → ``manifest`` and ``weight``, perhaps ``packing`` (as ``Mixture`` takes it, where
+            it is not as that of all); ``schedule``: a list of ``at`` (position) and
             ``weights`` (name → weight); ``stop_after``: positions, or the name of a source. Relative paths of manifests
             count from the working directory.
         storage_options: Given to fsspec to open the manifests.
@@ -45,15 +46,17 @@ def mixture_of(settings: Any, *, storage_options: Mapping[str, Any] | None = Non
         ManifestError: If a manifest cannot be read.
     """
     whole = _section("a mixture", settings, ("sources",), ("schedule", "stop_after"))
-    sources = {}
+    sources, packing = {}, {}
     for name, given in _section("sources", whole["sources"], (), None).items():
-        source = _section(f"source {name!r}", given, ("manifest", "weight"), ())
+        source = _section(f"source {name!r}", given, ("manifest", "weight"), ("packing",))
+        if source.get("packing") is not None:
+            packing[name] = source["packing"]
         sources[name] = (Manifest.load(source["manifest"], storage_options=storage_options), source["weight"])
     schedule = []
     for entry in whole.get("schedule") or ():
         change = _section("an entry of the schedule", entry, ("at", "weights"), ())
         schedule.append((change["at"], _section("weights", change["weights"], (), None)))
-    return Mixture(sources, schedule, whole.get("stop_after"))
+    return Mixture(sources, schedule, whole.get("stop_after"), packing)
 
 
 def _section(what: str, given: Any, needed: tuple[str, ...], more: tuple[str, ...] | None) -> dict[str, Any]:

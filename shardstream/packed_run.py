@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,12 +25,13 @@ class PackedRun:
     """The tokens of a run, laid end to end.
 
     Attributes:
-        tokens: ``[n]``, of the column's dtype; in whole mode sequence by sequence.
+        tokens: ``[n]``, of the column's dtype; sequence by sequence where the run has its own.
         part_start: int64[p + 1], where in ``tokens`` each document, or part of one, begins; the last entry is n.
         sample_ids: int64[p], the sample that each is of.
         part_offset: int64[p], tokens of the sample that come before it.
         is_target: bool[n], False where a token must not be a target; None where all may.
         sequence_start: int64[s + 1], where each sequence begins; None in ``"tokens"`` mode.
+        faults: Sample id of a part → (sample id, error) of what is told to be at fault with it.
     """
 
     tokens: Numbers
@@ -37,10 +40,11 @@ class PackedRun:
     part_offset: Int64Array
     is_target: BoolArray | None
     sequence_start: Int64Array | None
+    faults: Mapping[int, Sequence[tuple[int, DecodeError]]] = MappingProxyType({})
 
     @property
     def num_places(self) -> int:
-        """Tokens of the run; in whole mode its sequences."""
+        """Tokens of the run; its sequences where it has its own."""
         return len(self.tokens) if self.sequence_start is None else len(self.sequence_start) - 1
 
 
@@ -82,20 +86,22 @@ def packed_run(rows: Rows, order: Int64Array, first_sample: int, packing: Packin
         is_target=is_target,
         sequence_start=None,
     )
-    if packing.mode == "whole":
-        run = _fitted(run, packing.sequence_length)
+    if not packing.is_line:
+        run = _fitted(run, packing)
     elif packing.mask_document_starts:
         run = _without_starts(run)
     return run
 
 
-def _fitted(run: PackedRun, sequence_length: int) -> PackedRun:
-    """Puts documents together to sequences. Where a sequence stands follows from its first document's place in the run.
+def _fitted(run: PackedRun, packing: Packing) -> PackedRun:
+    """Puts documents together to sequences; each stays by itself if they are unpacked.
 
+    Where a sequence stands follows from its first document's place in the run.
     Documents of one length are taken in the epoch's order, so that others meet in each epoch.
     """
-    parts = cut_documents(np.diff(run.part_start), sequence_length)
-    sequence = best_fit(parts.length, sequence_length + 1)
+    parts = cut_documents(np.diff(run.part_start), packing.sequence_length)
+    num_parts, capacity = len(parts.length), packing.sequence_length + 1
+    sequence = best_fit(parts.length, capacity) if packing.mode == "whole" else np.arange(num_parts)
     first_part = np.full(int(sequence.max(initial=-1)) + 1, len(sequence))
     np.minimum.at(first_part, sequence, np.arange(len(sequence)))
     place = np.argsort(np.argsort(first_part))[sequence]

@@ -19,7 +19,7 @@ from shardstream.manifest import Manifest
 from shardstream.order import EpochOrder, Lanes, Positions
 from shardstream.permutation import Int64Array
 
-PackingMode: TypeAlias = Literal["tokens", "whole"]
+PackingMode: TypeAlias = Literal["tokens", "whole", "unpacked"]
 
 _NO_COUNTS = "index the shards again with `shardstream index --tokens-column {column}`"
 _NO_TOKENS = (
@@ -39,9 +39,10 @@ class Packing:
         column: Column of token lists, or field of raw token bytes in a tar.
         eos_id: Token that is put after every document, empty ones included; None for none.
         mode: ``"tokens"``: sequence q holds the tokens q·T .. q·T + T of the line. ``"whole"``: no document is cut
-            unless it is longer than a sequence; each run is packed by itself, best fit decreasing.
+            unless it is longer than a sequence; each run is packed by itself, best fit decreasing. ``"unpacked"``: a
+            sequence holds one document, or a part of one that is longer, and padding: beside packed sources.
         pad_id: Fills ``input_ids`` where a sequence has no token.
-        mask_document_starts: The first token of a document is no target. In whole mode it never is.
+        mask_document_starts: The first token of a document is no target. Only in ``"tokens"`` mode it ever is.
         loss_mask_column: Column with one number a token, 0 where it is no target; None for none.
         tokens_dtype: Of raw token bytes: ``"uint16"``, ``"uint32"`` or a signed one; the manifest's by default.
 
@@ -71,7 +72,7 @@ class Packing:
                 "a sequence has at least one token", expected="sequence_length >= 1", found=self.sequence_length
             )
         if self.mode not in get_args(PackingMode):
-            raise PlanError("unknown packing", expected="'tokens' or 'whole'", found=repr(self.mode))
+            raise PlanError("unknown packing", expected="'tokens', 'whole' or 'unpacked'", found=repr(self.mode))
         for name, token in (("eos_id", self.eos_id), ("pad_id", self.pad_id)):
             if token is not None and token < 0:
                 raise PlanError(f"{name} must be a token", expected="0 or more", found=token)
@@ -80,9 +81,19 @@ class Packing:
             raise PlanError("unknown tokens_dtype", expected=expected, found=repr(self.tokens_dtype))
 
     @property
+    def is_line(self) -> bool:
+        """Whether sequences are cut from the line of tokens, across documents and runs; otherwise each run has its own.
+
+        Example:
+            >>> [Packing(8, mode=mode).is_line for mode in ("tokens", "whole", "unpacked")]
+            [True, False, False]
+        """
+        return self.mode == "tokens"
+
+    @property
     def has_constant_targets(self) -> bool:
         """Whether every token but the line's first is a target, so that counts follow from positions alone."""
-        return self.mode == "tokens" and not self.mask_document_starts and self.loss_mask_column is None
+        return self.is_line and not self.mask_document_starts and self.loss_mask_column is None
 
     def identity(self) -> dict[str, Any]:
         """Returns what decides which tokens a sequence holds, as JSON values: for the cursor."""
@@ -105,7 +116,7 @@ class Pieces(NamedTuple):
     run: Int64Array
     """int64[num_pieces]: index of the run in the block."""
     begin: Int64Array
-    """int64[num_pieces]: first token in the run; in whole mode the index of the sequence in the run."""
+    """int64[num_pieces]: first token in the run; where runs have their own sequences, the index of one of them."""
     end: Int64Array
     """int64[num_pieces]: behind the last one."""
 
@@ -116,8 +127,8 @@ class Packed:
 
     Attributes:
         packing: How.
-        run_lengths: int64[num_runs], tokens of each run with the ends of its documents, in manifest order; in whole
-            mode its sequences.
+        run_lengths: int64[num_runs], tokens of each run with the ends of its documents, in manifest order; its
+            sequences where runs have their own.
     """
 
     packing: Packing
@@ -145,12 +156,12 @@ class Packed:
             raise PlanError("tokens were counted as another type", expected=dtype, found=packing.tokens_dtype)
         packing = replace(packing, tokens_dtype=dtype)
         has_eos = packing.eos_id is not None
-        if packing.mode == "whole":
-            names = [sequence_counts_name(packing.sequence_length, has_eos=has_eos)]
+        if not packing.is_line:
+            names = [sequence_counts_name(packing.sequence_length, has_eos=has_eos, mode=packing.mode)]
             if names[0] not in lists.names:
-                counted = sorted(name for name in lists.names if name.startswith("sequences."))
+                counted = sorted(name for name in lists.names if name.startswith(names[0].split(".")[0] + "."))
                 raise PlanError(
-                    "packing='whole' needs the number of sequences of each run",
+                    f"packing={packing.mode!r} needs the number of sequences of each run",
                     expected=names[0],
                     found=", ".join(counted) or "none",
                     hint=f"{hint} --pack {packing.sequence_length}",
@@ -171,13 +182,13 @@ class Packed:
 
     @cached_property
     def num_places(self) -> int:
-        """Z, the tokens of an epoch; in whole mode its sequences."""
+        """Z, the tokens of an epoch; its sequences where runs have their own."""
         return int(self.run_lengths.sum())
 
     @property
     def num_sequences(self) -> int:
         """N: ceil((Z - 1) / T) under every tail, because sequences overlap by one token; 0 without two tokens."""
-        if self.packing.mode == "whole":
+        if not self.packing.is_line:
             return self.num_places
         return max(0, -(-(self.num_places - 1) // self.packing.sequence_length))
 
@@ -271,7 +282,7 @@ class PackedOrder:
         return np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))
 
     def run_length(self, block: int, run: int) -> int:
-        """Returns the tokens of a run, ends of documents included; in whole mode its sequences."""
+        """Returns the tokens of a run, ends of documents included; its sequences where runs have their own."""
         return int(self.packed.run_lengths[self.block_first_run[block] + run])
 
     @cached_property
@@ -279,7 +290,7 @@ class PackedOrder:
         """int64[num_blocks + 1]: the first sequence that begins in each block of the line, or behind it."""
         by_block = np.add.reduceat(self.packed.run_lengths, self.block_first_run[:-1])[self.samples.line_blocks]
         start: Int64Array = np.concatenate((np.zeros(1, np.int64), np.cumsum(by_block)))
-        if self.packed.packing.mode == "whole":
+        if not self.packed.packing.is_line:
             return start
         return np.minimum(-(-start // self.packed.packing.sequence_length), self.num_positions)
 
@@ -296,10 +307,10 @@ class PackedOrder:
 
         Returns:
             The pieces. In ``"tokens"`` mode those of a sequence have T + 1 tokens together (the last sequence of the
-            line may have fewer); in whole mode a sequence is one piece.
+            line may have fewer); where runs have their own sequences, one is one piece.
         """
         start, length = self.run_start, self.packed.packing.sequence_length
-        if self.packed.packing.mode == "whole":
+        if not self.packed.packing.is_line:
             begin, end = sequence_ids, sequence_ids + 1
         else:
             begin = sequence_ids * length

@@ -24,7 +24,8 @@ LENGTHS = [3, 0, None, 17, 1, 2, 40, None, 5, 0, 11, 4, 6, 1, 1, 90, 2, 8]
 @pytest.mark.parametrize("kind", [*LISTS, "tar<uint16>", "tar<int64>"])
 def test_counts_of_runs(tmp_path, kind):
     manifest = token_manifest(tmp_path, LENGTHS, kind, run_num_bytes=2048 if kind.startswith("tar") else 40, pack=[7])
-    names = ["token_lengths", "run_num_tokens", "run_num_documents", "sequences.7", "sequences.7+eos"]
+    names = ["token_lengths", "run_num_tokens", "run_num_documents"]
+    names += [f"{kind}.7{eos}" for kind in ("sequences", "parts") for eos in ("", "+eos")]
     counts = manifest.lists.read_all(names)
     assert counts["token_lengths"].tolist() == [length or 0 for length in LENGTHS]
     ends = np.cumsum(manifest.block_rows)
@@ -37,9 +38,11 @@ def test_counts_of_runs(tmp_path, kind):
     assert len(runs) > 3
     assert counts["run_num_tokens"].tolist() == [sum(length or 0 for length in run) for run in runs]
     assert counts["run_num_documents"].tolist() == [sum(length is not None for length in run) for run in runs]
-    for eos, name in ((0, "sequences.7"), (1, "sequences.7+eos")):
+    for eos, end in ((0, ""), (1, "+eos")):
         documents = [np.array([length + eos for length in run if length is not None], np.int64) for run in runs]
-        assert counts[name].tolist() == [num_best_fit(run, 7) for run in documents]
+        assert counts[f"sequences.7{end}"].tolist() == [num_best_fit(run, 7) for run in documents]
+        parts = [sum(1 if length <= 8 else -(-(length - 1) // 7) for length in run if length) for run in documents]
+        assert counts[f"parts.7{end}"].tolist() == parts
 
 
 def test_a_manifest_file_keeps_the_counts_and_an_update_goes_on_with_them(tmp_path):

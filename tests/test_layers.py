@@ -33,7 +33,7 @@ BELOW = {
     "packing": "order fitting manifest permutation",
     "fitting": "permutation",
     "plan": "order deal cursor batching packing",
-    "mixing": "manifest permutation",
+    "mixing": "packing manifest permutation",
     "mixture_file": "mixing manifest",
     "mixture_past": "mixing plan",
     "mixture_plan": "mixing mixture_past plan",

@@ -149,6 +149,10 @@ def test_names_are_sorted_so_that_the_order_they_are_given_in_changes_nothing():
         ({"a": 1}, {"schedule": [(2.5, {"a": 1})]}, "whole number"),
         ({"a": 1}, {"stop_after": "b"}, "names no source"),
         ({"a": 1}, {"stop_after": 1.5}, "whole number"),
+        ({"a": 1}, {"packing": {"b": "whole"}}, "packing of no source"),
+        ({"a": 1}, {"packing": {"a": "split"}}, "unknown packing"),
+        ({"a": 1}, {"packing": {"a": {"sequence_length": 8}}}, "that of all sources"),
+        ({"a": 1}, {"packing": {"a": {"eos": 8}}}, "is not understood"),
     ],
 )
 def test_impossible_mixtures_are_refused(sources, more, message):

@@ -40,7 +40,7 @@ packings = st.builds(
     Packing,
     sequence_length=st.integers(1, 20),
     eos_id=st.sampled_from([None, EOS]),
-    mode=st.sampled_from(["tokens", "whole"]),
+    mode=st.sampled_from(["tokens", "whole", "unpacked"]),
 )
 
 
@@ -57,7 +57,8 @@ def oracle_sequences(manifest, lengths, packing, seed, epoch, *, shuffle=True):
     if packing.mode == "tokens":
         found = oracle.sequences(oracle.line(runs, lengths), packing.sequence_length)
     else:
-        fitted = [oracle.whole_sequences(run, lengths, packing.sequence_length) for run in runs]
+        make = oracle.whole_sequences if packing.mode == "whole" else oracle.unpacked_sequences
+        fitted = [make(run, lengths, packing.sequence_length) for run in runs]
         found = [[token for part in sequence for token in part] for run in fitted for sequence in run]
     return [list(map(number_of, sequence)) for sequence in found]
 
@@ -293,7 +294,7 @@ def test_a_loss_mask_of_another_length_is_refused():
         ({"sequence_length": 0}, "sequence_length >= 1"),
         ({"sequence_length": 2.0}, "whole number"),
         ({"sequence_length": True}, "whole number"),
-        ({"mode": "split"}, "'tokens' or 'whole'"),
+        ({"mode": "split"}, "'tokens', 'whole' or 'unpacked'"),
         ({"eos_id": -1}, "eos_id must be a token"),
         ({"tokens_dtype": "float32"}, "unknown tokens_dtype"),
     ],

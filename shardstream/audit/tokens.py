@@ -22,8 +22,8 @@ class PackingFigures:
 
     Attributes:
         num_sequences: Sequences of an epoch.
-        num_tokens: Tokens in them, ends of documents included; the parts of a long document overlap by one in whole
-            mode, which is not counted.
+        num_tokens: Tokens in them, ends of documents included; where the parts of a long document overlap by one, that
+            is not counted.
         num_without_tokens: Rows without tokens: empty documents and nulls; None where they were not counted.
         padding: Share of the sequences' places that hold no token.
         padding_best_fit: In whole mode: the same in the shards that were looked at.
@@ -59,7 +59,7 @@ def check_tokens(here: EpochPlan) -> tuple[list[str], str]:
         end = min(start + _SLICE, num_sequences)
         num_followed += end - start
         faults += _follow(order, start, end, is_whole=end - start == num_sequences)
-    unit = "sequences" if order.packed.packing.mode == "whole" else "tokens"
+    unit = "tokens" if order.packed.packing.is_line else "sequences"
     what = (
         f"tokens: {num_followed} of {num_sequences} sequences followed along the line, {unit} of every run there once"
     )
@@ -70,7 +70,7 @@ def _follow(order: PackedOrder, start: int, end: int, *, is_whole: bool) -> list
     pieces = order.pieces(np.arange(start, end))
     run = (pieces.block << 32) | pieces.run
     begin, stop = pieces.begin.copy(), pieces.end
-    if order.packed.packing.mode == "tokens":  # the first token of a sequence is the last target of the one before
+    if order.packed.packing.is_line:  # the first token of a sequence is the last target of the one before
         begin[np.flatnonzero(np.diff(pieces.sequence, prepend=-1))] += 1
     kept = begin < stop
     run, begin, stop, block = run[kept], begin[kept], stop[kept], pieces.block[kept]
@@ -85,7 +85,7 @@ def _follow(order: PackedOrder, start: int, end: int, *, is_whole: bool) -> list
         faults.append("a run is entered behind its first token")
     if 1 + int(changes.sum()) != len(np.unique(run)):
         faults.append("a run is met twice on the line")
-    if is_whole and int((stop - begin).sum()) != order.packed.num_places - (order.packed.packing.mode == "tokens"):
+    if is_whole and int((stop - begin).sum()) != order.packed.num_places - order.packed.packing.is_line:
         faults.append("not every token of the line is a target once")
     return faults
 
@@ -106,7 +106,7 @@ def packing_figures(plan: Plan) -> PackingFigures | None:
         num_tokens += int(lists["run_num_documents"].sum()) * (packed.packing.eos_id is not None)
         num_without = int((lists["token_lengths"] == 0).sum())
     places = packed.num_sequences * (packed.packing.sequence_length + 1)
-    if packed.packing.mode == "tokens":  # sequences overlap by one token
+    if packed.packing.is_line:  # sequences overlap by one token
         places = packed.num_sequences * packed.packing.sequence_length + 1
     best, first = _fits(manifest, packed) if packed.packing.mode == "whole" and lists else (None, None)
     padding = 1.0 - num_tokens / max(places, 1)
@@ -119,14 +119,16 @@ def _fits(manifest: Manifest, packed: Packed) -> tuple[float, float]:
     length, eos = packed.packing.sequence_length, packed.packing.eos_id is not None
     num_tokens = best = first = 0
     for shard in np.unique(np.linspace(0, manifest.num_shards - 1, _MOST_SHARDS).astype(np.int64)).tolist():
-        lengths = manifest.lists.read(shard, ["token_lengths"])["token_lengths"].astype(np.int64)
+        lists = manifest.lists.read(shard, ["token_lengths", "run_num_documents"])
+        lengths, num_documents = lists["token_lengths"].astype(np.int64), iter(lists["run_num_documents"].tolist())
         begin = 0
         blocks = slice(*manifest.shard_first_block[shard : shard + 2].tolist())
         sizes = zip(manifest.block_rows[blocks].tolist(), manifest.block_run_rows[blocks].tolist(), strict=True)
         for rows, run_rows in sizes:
             for row in range(begin, begin + rows, run_rows):
                 run = lengths[row : min(row + run_rows, begin + rows)]
-                run = run[run > 0] + eos
+                filled = run[run > 0]
+                run = np.concatenate((filled, np.zeros(next(num_documents) - len(filled), np.int64))) + eos
                 num_tokens += int(run.sum())
                 best += num_best_fit(run, length)
                 first += num_first_fit(run, length)

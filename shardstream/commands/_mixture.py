@@ -12,6 +12,7 @@ from shardstream.commands._tables import print_verdict, stdout, table
 if TYPE_CHECKING:
     from shardstream.audit import MixtureReport
     from shardstream.mixing import Mixture
+    from shardstream.packing import PackingMode
 
 _PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "seed", "shuffle")
 _OTHERS = ("lanes", "tail", "epochs", "label", "with_trace", "step")
@@ -20,6 +21,13 @@ _OTHERS = ("lanes", "tail", "epochs", "label", "with_trace", "step")
 def is_mixture(path: str | None) -> bool:
     """Whether a file is a mixture's, by its suffix."""
     return path is not None and path.endswith((".yaml", ".yml"))
+
+
+def packing_mode(options: dict[str, Any]) -> PackingMode:
+    """Returns the packing that ``--whole`` and ``--unpacked`` ask for."""
+    if options["whole"] and options["unpacked"]:
+        raise click.UsageError("give either --whole or --unpacked")
+    return "whole" if options["whole"] else "unpacked" if options["unpacked"] else "tokens"
 
 
 def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: list[str]) -> bool:
@@ -45,9 +53,11 @@ def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: li
         return _audit_logs(mixture, directory, as_json=options["as_json"])
     packing, length = None, options["sequence_length"]
     if length is not None:
-        mode: Any = "whole" if options["whole"] else "tokens"
         columns = [manifest.tokens_column or "tokens" for manifest in mixture.manifests]
-        packing = [Packing(length, column, options["eos_id"], mode) for column in columns]
+        common = [Packing(length, column, options["eos_id"], packing_mode(options)) for column in columns]
+        packing = list(map(mixture.packed, mixture.names, common))
+    elif mixture.packing:
+        raise click.UsageError("sources of this mixture say how they are packed: --sequence-length is needed")
     plan = MixturePlan.make(mixture, packing=packing, **{name: options[name] for name in _PLAN_OPTIONS})
     report = audit_mixture(plan, num_workers=options["num_workers"], num_windows=options["windows"])
     if options["plot"] is not None:

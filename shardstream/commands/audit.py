@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._mixture import audit_mixture_file, is_mixture
+from shardstream.commands._mixture import audit_mixture_file, is_mixture, packing_mode
 from shardstream.commands._options import as_json, print_json, storage_options, warnings_shown
 from shardstream.commands._tables import print_verdict, stdout, table
 
@@ -60,6 +60,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 )
 @click.option("--eos-id", type=click.IntRange(0), help="With --sequence-length: the token after each document.")
 @click.option("--whole", is_flag=True, help="With --sequence-length: documents are not cut.")
+@click.option("--unpacked", is_flag=True, help="With --sequence-length: one document a sequence.")
 @click.option("--label", metavar="COLUMN", help="Count the classes of this column per batch; reads it from all shards.")
 @click.option("--trace", "with_trace", is_flag=True, help="Print who gets which sample at each step (small sets).")
 @click.option("--consumed", metavar="DIR", help="Prove exactly-once from a run's logs in DIR, instead of from a plan.")
@@ -83,8 +84,8 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError("give either MANIFEST or --synthetic")
     if options["label"] and options["synthetic"]:
         raise click.UsageError("--label reads shards, which --synthetic has none of")
-    if options["sequence_length"] is None and (options["whole"] or options["eos_id"] is not None):
-        raise click.UsageError("--whole and --eos-id need --sequence-length")
+    if options["sequence_length"] is None and (packing_mode(options) != "tokens" or options["eos_id"] is not None):
+        raise click.UsageError("--whole, --unpacked and --eos-id need --sequence-length")
     if options["sequence_length"] is not None and options["label"]:
         raise click.UsageError("packed sequences have no label")
     if options["consumed"] and options["ledger"]:
@@ -117,15 +118,14 @@ def _manifest(options: dict[str, Any]) -> Manifest:
 
 
 def _plan(options: dict[str, Any]) -> Plan:
-    from shardstream.packing import Packing, PackingMode
+    from shardstream.packing import Packing
     from shardstream.plan import Plan
 
     settings = {name: options[name] for name in _PLAN_OPTIONS}
     manifest, length = _manifest(options), options["sequence_length"]
     packing = None
     if length is not None:
-        mode: PackingMode = "whole" if options["whole"] else "tokens"
-        packing = Packing(length, manifest.tokens_column or "tokens", options["eos_id"], mode)
+        packing = Packing(length, manifest.tokens_column or "tokens", options["eos_id"], packing_mode(options))
     return Plan.make(manifest, shuffle=_SHUFFLES[options["shuffle"]], packing=packing, **settings)  # type: ignore[arg-type]
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     type=click.IntRange(1),
     multiple=True,
     metavar="T",
-    help='Count the sequences of T tokens that whole documents make, for packing="whole". Repeatable.',
+    help='Count the sequences of T tokens that documents make, for packing="whole" and "unpacked". Repeatable.',
 )
 @click.option(
     "--targets",

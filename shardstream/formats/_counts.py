@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.columns import Column, Dense, Objects, Slices
-from shardstream.fitting import num_best_fit, sequence_counts_name
+from shardstream.fitting import num_best_fit, num_unpacked, sequence_counts_name
 
 
 class RunLengths(NamedTuple):
@@ -26,18 +26,19 @@ def token_counts(runs: Sequence[RunLengths], sequence_lengths: Sequence[int]) ->
 
     Args:
         runs: All of them, in order.
-        sequence_lengths: For each of them, how many sequences of whole documents each run makes is counted.
+        sequence_lengths: For each of them it is counted how many sequences each run makes, of whole documents and of
+            unpacked ones.
 
     Returns:
         ``token_lengths`` int32[num_samples]; int64[num_runs]: ``run_num_tokens``, ``run_num_documents`` (rows that have
-        a list), and for each sequence length T ``sequences.<T>`` and, each document having an end of one token,
-        ``sequences.<T>+eos``.
+        a list), and for each sequence length T ``sequences.<T>`` and ``parts.<T>`` (unpacked documents), and the same
+        with ``+eos``, each document having an end of one token.
 
     Example:
         >>> run = RunLengths(np.array([3, 0, 0, 4], np.int32), np.array([True, False, True, True]))
         >>> {name: counts.tolist() for name, counts in token_counts([run], [4]).items()}
         {'token_lengths': [3, 0, 0, 4], 'run_num_tokens': [7], 'run_num_documents': [3],
-         'sequences.4': [2], 'sequences.4+eos': [2]}
+         'sequences.4': [2], 'parts.4': [2], 'sequences.4+eos': [2], 'parts.4+eos': [3]}
     """
     counts: dict[str, npt.NDArray[Any]] = {
         "token_lengths": _joined([run.lengths for run in runs]),
@@ -46,9 +47,10 @@ def token_counts(runs: Sequence[RunLengths], sequence_lengths: Sequence[int]) ->
     }
     for length in sequence_lengths:
         for has_eos in (False, True):
-            documents = (run.lengths[run.is_document].astype(np.int64) + has_eos for run in runs)
-            fitted = [num_best_fit(lengths, length) for lengths in documents]
-            counts[sequence_counts_name(length, has_eos=has_eos)] = np.array(fitted, np.int64)
+            documents = [run.lengths[run.is_document].astype(np.int64) + has_eos for run in runs]
+            for mode, count in (("whole", num_best_fit), ("unpacked", num_unpacked)):
+                name = sequence_counts_name(length, has_eos=has_eos, mode=mode)
+                counts[name] = np.array([count(lengths, length) for lengths in documents], np.int64)
     return counts
 
 

@@ -34,7 +34,7 @@ class IndexSettings:
         executor: Any ``concurrent.futures.Executor``, used instead of processes of our own; it is left running.
         progress: Called after each shard.
         allow_vanished: With ``update``: leave out shards that are no longer named. Ids of samples after them change.
-        pack: Sequence lengths for which sequences of whole documents are counted (``packing="whole"``).
+        pack: Sequence lengths for which sequences of documents are counted (``packing="whole"`` and ``"unpacked"``).
         tokens_dtype: In tars, where the tokens column is a field of raw little-endian numbers: their type.
     """
 

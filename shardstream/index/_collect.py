@@ -8,7 +8,7 @@ from typing import Any
 
 from shardstream import storage
 from shardstream.errors import ManifestError
-from shardstream.fitting import TOKENS_DTYPES
+from shardstream.fitting import TOKENS_DTYPES, sequence_counts_name
 from shardstream.formats import IndexOptions
 from shardstream.index._expand import some
 from shardstream.index._look import Fault, Finding, Look, Unchanged
@@ -73,7 +73,7 @@ class IndexPlan:
         root, names = storage.common_root(urls)
         if old is not None and old.root and all(storage.path_below(url, old.root) for url in urls):
             root, names = old.root, [url[len(old.root) + 1 :] for url in urls]  # urls and fingerprint stay
-        same = old is not None and index_options(old) == looked
+        same = old is not None and index_options(old) == looked and _has_counts(old, looked)
         tags = {url: old.version_tags[shard] for url, shard in places.items()} if old is not None and same else {}
         tasks = [Look(url, looked, storage_options, tags.get(url)) for url in urls]
         return cls(urls, root, names, tasks, looked, old, places)
@@ -161,6 +161,12 @@ class Collected:
             self._schema.add_types_of(old)
         self._kept.append(place)
         return replace(shard_row(old, place), url=name)
+
+
+def _has_counts(old: Manifest, looked: IndexOptions) -> bool:
+    """Whether a manifest has all that is counted today; an older version may have counted less."""
+    names = {sequence_counts_name(length, has_eos=False, mode="unpacked") for length in looked.pack}
+    return old.lists is None or names <= old.lists.names
 
 
 def index_options(

@@ -36,7 +36,8 @@ LIST_TYPES = {
     "footer": pa.binary(),
 }
 _TARGETS = "targets."  # one list per head: valid targets of each sample
-_SEQUENCES = "sequences."  # one list per sequence length, with and without ends of documents: sequences of each run
+# One list per sequence length, with and without ends of documents: sequences of each run.
+_SEQUENCES = ("sequences.", "parts.")  # of whole documents, of unpacked ones
 
 
 def list_type(name: str) -> pa.DataType:
@@ -50,11 +51,11 @@ def list_type(name: str) -> pa.DataType:
     if name.startswith(_SEQUENCES):
         return pa.list_(pa.int64())
     if name not in LIST_TYPES:
-        expected = ", ".join([*LIST_TYPES, _TARGETS + "<head>", _SEQUENCES + "<length>"])
+        expected = ", ".join([*LIST_TYPES, _TARGETS + "<head>", *(kind + "<length>" for kind in _SEQUENCES)])
         raise ManifestError(f"a manifest has no list {name!r}", expected=expected)
     return LIST_TYPES[name]
 
 
 def is_list_name(name: str) -> bool:
     """Whether a column of a manifest file is a per-shard list."""
-    return name in LIST_TYPES or name.startswith((_TARGETS, _SEQUENCES))
+    return name in LIST_TYPES or name.startswith((_TARGETS, *_SEQUENCES))

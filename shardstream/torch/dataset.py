@@ -64,7 +64,8 @@ class StreamingDataset(IterableDataset[Batch]):
             ``input_ids``, ``labels``, ``position_ids``, ``document_ids``, ``cu_seqlens`` and the spans of documents.
         tokens_column: Column of token lists; the one that the manifest counted by default.
         eos_id: Token that is put after every document.
-        packing: ``"whole"`` for documents that are not cut, or a ``Packing`` with all of it.
+        packing: ``"whole"`` for documents that are not cut, ``"unpacked"`` for one document a sequence, or a
+            ``Packing`` with all of it. What a ``Mixture`` says of a source goes before.
         topology: Rank and world size; found in the process group or the launcher's variables by default. A trainer that
             splits the stream among ranks itself must be given all of it: ``Topology(rank=0, world_size=1)``.
         reading: Threads, look-ahead, storage options.
@@ -111,6 +112,8 @@ class StreamingDataset(IterableDataset[Batch]):
         self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index)
         sources = self.data.manifests if isinstance(self.data, Mixture) else (self.data,)
         asked = [packing_of(packing, sequence_length, tokens_column, eos_id, source) for source in sources]
+        if isinstance(self.data, Mixture):
+            asked = list(map(self.data.packed, self.data.names, asked))
         self._is_packed = any(asked)
         if self._is_packed:
             self._assembly = packed_assembly(self._assembly, self.columns)

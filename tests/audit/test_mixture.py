@@ -21,6 +21,7 @@ from shardstream.mixture_plan import MixturePlan
 from shardstream.packing import Packed, Packing, num_runs
 from tests.support.corpora import parquet_manifest
 from tests.support.layouts import manifest_of
+from tests.support.token_files import token_manifest
 
 WEB, CODE = manifest_of([30, 20, 41, 9], [7, 100, 10, 3]), manifest_of([11, 13], [4, 4])
 
@@ -173,6 +174,24 @@ def test_the_command_proves_a_mixture(mixture_file):
     assert "0.25 → 0.5" in shown.output
 
 
+def test_the_command_proves_sources_that_are_packed_and_not(mixture_file, tmp_path):
+    lengths = [3, 0, None, 30, 5, 8, 2, 11] * 3  # 1, 1, none, 4, 1, 1, 1, 2 sequences, each with its end
+    chat = token_manifest(tmp_path / "chat", lengths, pack=[8]).save(tmp_path / "chat.parquet")
+    settings = yaml.safe_load(mixture_file.read_text())
+    settings["sources"]["chat"] = {"manifest": chat.path, "weight": 1, "packing": {"mode": "unpacked"}}
+    mixture_file.write_text(yaml.safe_dump(settings))
+    result = run(mixture_file, "--sequence-length", 8, "--eos-id", 0, "--world-size", 2, "--batch-size", 4, "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.output)
+    assert {source["name"]: source["num_samples"] for source in report["sources"]}["chat"] == 3 * 11
+    assert any(proof.startswith("source chat:") and "all tokens" in proof for proof in report["proofs"])
+    assert run(mixture_file).exit_code == 2  # a source says how it is packed
+    settings["sources"]["chat"]["packing"] = {"sequence_length": 9}
+    mixture_file.write_text(yaml.safe_dump(settings))
+    refused = run(mixture_file, "--sequence-length", 8)
+    assert (refused.exit_code, "that of all sources" in refused.output) == (1, True), refused.output
+
+
 def test_the_command_draws_shares(mixture_file, tmp_path):
     result = run(mixture_file, "--plot", tmp_path / "shares.png", "--windows", 20)
     assert result.exit_code == 0, result.output
@@ -204,7 +223,7 @@ def test_options_of_mixtures_are_wrong_usage_with_a_manifest():
         (None, "must be keys and values"),
         ({"schedule": []}, "sources, perhaps schedule, perhaps stop_after"),
         ({"sources": {"a": "x"}}, "source 'a' must be keys and values"),
-        ({"sources": {"a": {"manifest": "x"}}}, "source 'a' has other keys"),
+        ({"sources": {"a": {"manifest": "x"}}}, "source 'a' has other keys.*manifest, weight, perhaps packing"),
         ({"sources": {}, "stop": 3}, "has other keys"),
         ({"sources": {}, "schedule": [{"at": 3}]}, "an entry of the schedule has other keys"),
     ],

@@ -34,7 +34,7 @@ def plan_of(corpus, **options):
 
 
 @pytest.mark.parametrize("eos_id", [None, 0])
-@pytest.mark.parametrize("mode", ["tokens", "whole"])
+@pytest.mark.parametrize("mode", ["tokens", "whole", "unpacked"])
 def test_tokens_are_conserved(corpus, mode, eos_id):
     report = audit(plan_of(corpus, mode=mode, eos_id=eos_id), num_workers=2, epochs=2)
     assert report.violations == ()
@@ -46,9 +46,10 @@ def test_tokens_are_conserved(corpus, mode, eos_id):
 
 
 def test_whole_documents_leave_padding_and_first_fit_no_less(corpus):
-    figures = audit(plan_of(corpus, mode="whole", sequence_length=100, eos_id=None)).packing
-    assert 0 < figures.padding_best_fit <= figures.padding_first_fit < 1
-    assert figures.padding_best_fit == pytest.approx(figures.padding)
+    for eos_id in (None, 0):
+        figures = audit(plan_of(corpus, mode="whole", sequence_length=100, eos_id=eos_id)).packing
+        assert 0 < figures.padding_best_fit <= figures.padding_first_fit < 1
+        assert figures.padding_best_fit == pytest.approx(figures.padding)
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,11 @@ def cut(tokens, length):
     return [tokens] if len(tokens) <= length + 1 else sequences(tokens, length)
 
 
+def unpacked_sequences(run, lengths, length):
+    """One document a sequence, those too long for one cut. Sequences as lists of parts."""
+    return [[part] for document in run for part in cut(tokens_of(document, lengths), length) if part]
+
+
 def whole_sequences(run, lengths, length):
     """Best fit decreasing: longest first, each where it leaves the least room. Sequences as lists of parts."""
     parts = [part for document in run for part in cut(tokens_of(document, lengths), length) if part]

@@ -17,6 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError, ShardStreamWarning
 from shardstream.fetch import Reading
+from shardstream.index import IndexSettings, build_manifest
 from shardstream.mixing import Mixture
 from shardstream.packing import Packing
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens, windows
@@ -206,6 +207,82 @@ def test_packed_sources_share_one_sequence_length(documents, world_size, num_wor
         for row in batch["input_ids"].tolist()
     ]
     assert sorted(sequences) == sorted(expected)
+
+
+@pytest.fixture(scope="module")
+def with_chat(documents, tmp_path_factory):
+    """Packed sources, and one whose documents are a sequence each, in another column, with targets of their own."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokens = [list(range(9000 + 20 * k, 9000 + 20 * k + (5 * k) % 17)) for k in range(30)]
+    masks = [[n % 2 for n in document] for document in tokens]
+    pq.write_table(pa.table({"ids": tokens, "mask": masks}), folder / "chat.parquet", 8)
+    settings = IndexSettings(pack=[7])
+    chat = build_manifest(folder / "chat.parquet", tokens_column="ids", settings=settings, num_workers=0)
+    return {**documents, "chat": (chat, 1)}, tokens
+
+
+def chat_dataset(sources, rank=0, world_size=1, **more):
+    how = {"chat": {"mode": "unpacked", "loss_mask_column": "mask", "eos_id": None}}
+    mixture = Mixture(sources, packing=how)
+    options = {"sequence_length": 7, "eos_id": 0, "batch_size": G // world_size, "seed": 5, **more}
+    return StreamingDataset(mixture, topology=Topology(rank, world_size), **options)
+
+
+def sequences_by_window(sources, num_windows, world_size=1, cursor=None, num_workers=0):
+    found = {}
+    for rank in range(world_size):
+        loader = StreamingLoader(chat_dataset(sources, rank, world_size), num_workers=num_workers)
+        if cursor is not None:
+            loader.load_state_dict(cursor)
+        for batch in islice(loader, num_windows):
+            rows = zip(batch.source_index.tolist(), batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+            found.setdefault(batch.position, []).extend(rows)
+    return {position: sorted(rows) for position, rows in found.items()}, batch.cursor
+
+
+def test_packed_and_unpacked_sources_mix(with_chat):
+    sources, tokens = with_chat
+    whole, _ = sequences_by_window(sources, 16)
+    first, cursor = sequences_by_window(sources, 5, world_size=2, num_workers=2)
+    then, cursor = sequences_by_window(sources, 4, world_size=3, cursor=cursor.state_dict())
+    last, _ = sequences_by_window(sources, 7, world_size=4, cursor=cursor)
+    assert first | then | last == whole
+    chat = [row for rows in whole.values() for row in rows if row[0] == 0]
+    assert all(sum(row[0] == 0 for row in rows) == 3 for rows in whole.values())
+    parts = [document[k : k + 8] for document in tokens for k in range(0, max(len(document) - 1, bool(document)), 7)]
+    expected = {
+        (
+            (*part[:7], *[0] * (7 - len(part[:7]))),
+            (*(n if n % 2 else -100 for n in part[1:]), *[-100] * (8 - len(part))),
+        )
+        for part in parts
+    }
+    assert len(chat) == 48 >= len(parts)  # so each of them came, and some twice
+    assert {(tuple(inputs), tuple(labels)) for _, inputs, labels in chat} == expected
+
+
+def test_targets_of_packed_and_unpacked_sources_are_heads_of_the_window(with_chat):
+    dataset = chat_dataset(with_chat[0], accumulate=2, batch_size=G // 2)
+    assert dataset.source_heads == ["lm/chat", "lm/code", "lm/web"]
+    loader, counted = StreamingLoader(dataset), {}
+    for batch in islice(StreamingLoader(chat_dataset(with_chat[0], accumulate=2, batch_size=G // 2)), 12):
+        for head, targets in batch.valid_tokens.items():
+            counted[batch.position, head] = counted.get((batch.position, head), 0) + int(targets.sum())
+    for window in islice(windows(loader, heads=tuple(dataset.source_heads)), 6):
+        assert window.targets == {head: counted[window.position, head] for head in dataset.source_heads}
+        assert sum(window.targets.values()) == counted[window.position, "lm"]
+
+
+def test_how_a_source_is_packed_is_the_cursors_and_belongs_to_sequences(with_chat):
+    sources, _ = with_chat
+    batch = next(iter(chat_dataset(sources)))
+    other = StreamingDataset(Mixture(sources), batch_size=G, seed=5, sequence_length=7, topology=Topology(0, 1))
+    with pytest.raises(CursorError, match=r"source 'chat': packing .*unpacked.* in the cursor, .*tokens.* here"):
+        other.load_state_dict(batch.cursor)
+    with pytest.raises(PlanError, match="are sequences, or none"):
+        StreamingDataset(Mixture(sources, packing={"chat": "unpacked"}), batch_size=G, topology=Topology(0, 1))
+    with pytest.raises(PlanError, match=r"'unpacked' needs the number of sequences.*--pack 9"):
+        chat_dataset(sources, sequence_length=9)
 
 
 def test_losses_of_each_source_have_a_denominator_of_their_own(documents):

@@ -56,7 +56,8 @@ def expected_sequences(manifest, lengths=None, *, seed=3, epoch=0, mode="tokens"
     if mode == "tokens":
         found = oracle.sequences(oracle.line(runs, lengths), LENGTH)
     else:
-        fitted = [oracle.whole_sequences(run, lengths, LENGTH) for run in runs]
+        make = oracle.whole_sequences if mode == "whole" else oracle.unpacked_sequences
+        fitted = [make(run, lengths, LENGTH) for run in runs]
         found = [[token for part in sequence for token in part] for run in fitted for sequence in run]
     numbers = [tokens_of(document, length or 0) for document, length in enumerate(lengths)]
     return [[EOS if k == oracle.EOS else numbers[d][k] for d, k in sequence] for sequence in found]
@@ -138,7 +139,7 @@ def test_lists_of_a_fixed_size(tmp_path):
 
 @given(
     st.lists(st.none() | st.integers(0, 25), min_size=4, max_size=30),
-    st.sampled_from(["tokens", "whole"]),
+    st.sampled_from(["tokens", "whole", "unpacked"]),
     st.booleans(),
     st.sampled_from([(1, 1), (2, 2), (3, 1)]),
     st.sampled_from([1, 3, 12]),

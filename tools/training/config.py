@@ -43,15 +43,15 @@ class Data(_Section):
         num_workers: DataLoader worker processes of each rank; 0 reads with threads.
         tail: What happens to an epoch's last, partial window; a mixture has none.
         packing: Whether documents are packed into sequences of the model's context length, which are then what is
-            counted: ``"tokens"``, or ``"whole"`` without cutting them; None for a document a sample. The manifest needs
-            token counts.
+            counted: ``"tokens"``, ``"whole"`` without cutting them, or ``"unpacked"``, one a sequence; None for a
+            document a sample. The manifest needs token counts. A mixture's source may say it for itself.
         eos_id: Token after each packed document.
     """
 
     manifest: str | None = None
     mixture: dict[str, Any] | None = None
     tokens: str = "tokens"
-    packing: Literal["tokens", "whole"] | None = None
+    packing: Literal["tokens", "whole", "unpacked"] | None = None
     eos_id: NonNegativeInt | None = None
     global_batch: PositiveInt
     max_micro_batch: PositiveInt
