@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -70,12 +71,62 @@ def parse_footer(footer: bytes, url: str) -> pq.FileMetaData:
     """
     try:
         metadata = pq.read_metadata(pa.BufferReader(footer))
-    except (pa.ArrowException, OSError) as error:
+        # To look at an encrypted column's metadata would abort the process: pyarrow does not catch its own exception.
+        if len(footer) - 8 - metadata.serialized_size == _SIGNATURE_NUM_BYTES:
+            raise _encrypted(url)
+        _check_chunks(metadata)
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: names that are not UTF-8
         raise ManifestError("the footer is damaged", url=url, found=error, hint="fetch or write it again") from error
-    # To look at an encrypted column's metadata would abort the process: pyarrow does not catch its own exception.
-    if len(footer) - 8 - metadata.serialized_size == _SIGNATURE_NUM_BYTES:
-        raise _encrypted(url)
     return metadata
+
+
+class _BeforeDataError(Exception):
+    """Data would be read now."""
+
+
+class _NoData:
+    """A file of which pyarrow can learn the size, and no more."""
+
+    closed = False
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        del whence
+        return position
+
+    def tell(self) -> int:
+        return 1 << 62
+
+    def read(self, size: int = -1) -> bytes:
+        raise _BeforeDataError(size)
+
+    def close(self) -> None:
+        pass
+
+
+def _check_chunks(metadata: pq.FileMetaData) -> None:
+    """Lets pyarrow look at every column chunk where it catches its own exceptions: when it begins to read.
+
+    ``RowGroupMetaData.column`` of a damaged chunk ends the process ("terminate called ...") instead.
+
+    Raises:
+        OSError: If one is damaged.
+    """
+    groups = range(metadata.num_row_groups)
+    if not groups or not metadata.num_columns:
+        return
+    file = pq.ParquetFile(pa.PythonFile(_NoData(), mode="r"), metadata=metadata, pre_buffer=True)
+    with contextlib.suppress(_BeforeDataError):
+        next(file.iter_batches(1, row_groups=groups, use_threads=False))
+    _check_types(metadata)
+
+
+def _check_types(metadata: pq.FileMetaData) -> None:
+    """The same for statistics, of which it is the column's type that must be right."""
+    kinds = [metadata.schema.column(leaf).physical_type for leaf in range(metadata.num_columns)]
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for leaf, kind in enumerate(kinds):
+            if (found := group.column(leaf).physical_type) != kind:
+                raise OSError(f"column {metadata.schema.column(leaf).path} is {kind}, its data {found}")
 
 
 def _encrypted(url: str) -> ManifestError:
@@ -121,7 +172,28 @@ def num_missing(metadata: pq.FileMetaData, field: pa.Field) -> int:
     total = 0
     for index in range(metadata.num_row_groups):
         statistics = metadata.row_group(index).column(places[0]).statistics
-        if statistics is None or not statistics.has_null_count:
+        if statistics is None or not statistics.has_null_count or statistics.null_count < 0:
             return -1
         total += statistics.null_count
-    return total
+    return total if total <= metadata.num_rows else -1
+
+
+def check_row_counts(metadata: pq.FileMetaData, url: str) -> None:
+    """Refuses a footer whose counts contradict each other, or are none that a manifest can hold.
+
+    Raises:
+        ManifestError: If they do.
+    """
+    groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
+    hint = "fetch or write it again"
+    for place, group in enumerate(groups):
+        if not 0 <= group.num_rows < 1 << 31:
+            what = f"row group {place} has a number of rows that cannot be"
+            raise ManifestError(what, url=url, expected="0 to 2^31 - 1", found=group.num_rows, hint=hint)
+        num_values = [group.column(leaf).num_values for leaf in range(group.num_columns)]
+        if (fewest := min(num_values, default=group.num_rows)) < group.num_rows:
+            what = f"row group {place} has a column of fewer values than rows"
+            raise ManifestError(what, url=url, expected=group.num_rows, found=fewest, hint=hint)
+    if (num_rows := sum(group.num_rows for group in groups)) != metadata.num_rows:
+        what = "the row groups have another number of rows together than the shard"
+        raise ManifestError(what, url=url, expected=metadata.num_rows, found=num_rows, hint=hint)

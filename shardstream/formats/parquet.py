@@ -17,6 +17,7 @@ from shardstream.formats import IndexOptions, Shard, ShardIndex
 from shardstream.formats._arrow import column_of, is_number, is_number_list, plain_type, rows_of
 from shardstream.formats._counts import RunLengths, num_valid_targets, run_lengths, token_counts
 from shardstream.formats._footer import (
+    check_row_counts,
     decoded_num_bytes,
     footer_digest,
     num_missing,
@@ -67,6 +68,7 @@ class ParquetFormat:
         info = storage.stat(url, storage_options)
         footer = read_footer(url, info.num_bytes, storage_options)
         metadata = parse_footer(footer, url)
+        check_row_counts(metadata, url)
         schema = _schema(footer, metadata, url)
         groups = [metadata.row_group(place) for place in range(metadata.num_row_groups)]
         groups = [group for group in groups if group.num_rows]
@@ -142,7 +144,7 @@ def _schema(footer: bytes, metadata: pq.FileMetaData, url: str) -> pa.Schema:
     try:
         file = pq.ParquetFile(pa.BufferReader(footer), metadata=metadata, coerce_int96_timestamp_unit="us")
         schema = file.schema_arrow
-    except DAMAGE as error:
+    except (*DAMAGE, ValueError) as error:  # ValueError: names that are not UTF-8
         raise ManifestError("the shard's schema cannot be read", url=url, found=error) from error
     doubled = sorted({name for name in schema.names if schema.names.count(name) > 1})
     if doubled:

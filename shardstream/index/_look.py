@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -72,27 +72,43 @@ def look(task: Look) -> Finding:
 def look_at_all(tasks: Sequence[Look], num_workers: int | None, executor: Executor | None) -> Iterator[Finding]:
     """Yields what is found, in the order of the tasks; about four results per worker are held.
 
+    A shard that kills the process that looks at it (a library that aborts, memory that runs out) is a fault like any
+    other: what was under way is looked at again, one shard at a time in a process of its own, and the others go on.
+
     Args:
         tasks: One per shard.
         num_workers: Processes; 0 looks in this process; None decides by the number and size of shards.
-        executor: Used instead, if given; it is left running.
+        executor: Used instead, if given, until it breaks; it is left running.
 
     Raises:
-        ManifestError: If a worker process dies.
+        ManifestError: If processes cannot be started.
     """
-    num_workers = default_num_workers([task.url for task in tasks]) if num_workers is None else num_workers
-    under_way: deque[Future[Finding]] = deque()
-    if executor is not None:
-        try:
-            yield from _in_order(executor.submit, tasks, 16 * _UNDER_WAY, under_way)
-        finally:
-            for future in under_way:
-                future.cancel()
-    elif num_workers == 0:
+    if executor is None and num_workers is None:
+        num_workers = default_num_workers([task.url for task in tasks])
+    if executor is None and num_workers == 0:
         yield from map(look, tasks)
-    else:  # the pool cancels what is under way: it must not find it cancelled when its processes are ended
-        with _pool(min(num_workers, len(tasks))) as pool:
-            yield from _in_order(pool.submit, tasks, num_workers * _UNDER_WAY, under_way)
+        return
+    num_found = 0
+    while num_found < len(tasks):
+        rest = tasks[num_found:]
+        if executor is None:
+            num_workers = min(num_workers or default_num_workers([task.url for task in rest]) or 1, len(rest))
+            limit = num_workers * _UNDER_WAY
+            findings = _pooled(rest, num_workers, limit)
+        else:
+            limit = 16 * _UNDER_WAY
+            findings = _given(rest, executor, limit)
+        try:
+            with contextlib.closing(findings):
+                for finding in findings:
+                    num_found += 1
+                    yield finding
+        except BrokenExecutor:  # of what was under way nobody knows which one did it
+            executor = None
+            with contextlib.closing(_one_by_one(tasks[num_found : num_found + limit])) as findings:
+                for finding in findings:
+                    num_found += 1
+                    yield finding
 
 
 def default_num_workers(urls: Sequence[str]) -> int:
@@ -108,20 +124,70 @@ def default_num_workers(urls: Sequence[str]) -> int:
     return min(num_cores, len(urls))
 
 
+def _given(tasks: Sequence[Look], executor: Executor, limit: int) -> Generator[Finding, None, None]:
+    """On an executor that is left running."""
+    under_way: deque[Future[Finding]] = deque()
+    try:
+        yield from _in_order(executor.submit, tasks, limit, under_way)
+    finally:
+        for future in under_way:
+            future.cancel()
+
+
+def _pooled(tasks: Sequence[Look], num_workers: int, limit: int) -> Generator[Finding, None, None]:
+    """In processes of our own. The pool cancels what is under way: it must not find it cancelled when it is ended."""
+    with _pool(num_workers) as pool:
+        yield from _in_order(pool.submit, tasks, limit, deque())
+
+
 def _in_order(
     submit: Callable[..., Future[Finding]], tasks: Sequence[Look], limit: int, under_way: deque[Future[Finding]]
 ) -> Iterator[Finding]:
+    waiting = iter(tasks)
+    for task in tasks:
+        with _interrupts_held():
+            under_way.append(submit(look, task))
+        if len(under_way) >= limit:
+            yield _result(under_way.popleft(), next(waiting))
+    while under_way:
+        yield _result(under_way.popleft(), next(waiting))
+
+
+def _result(future: Future[Finding], task: Look) -> Finding:
+    """What was found, or what became of the task on an executor of which we know nothing."""
     try:
-        for task in tasks:
-            with _interrupts_held():
-                under_way.append(submit(look, task))
-            if len(under_way) >= limit:
-                yield under_way.popleft().result()
-        while under_way:
-            yield under_way.popleft().result()
-    except BrokenExecutor as error:
-        hint = 'give it more memory or fewer workers; a script must call it under `if __name__ == "__main__":`'
-        raise ManifestError("a process that was indexing shards died", found=error, hint=hint) from error
+        return future.result()
+    except BrokenExecutor:
+        raise
+    except Exception as error:  # noqa: BLE001 - each executor has errors of its own for a worker that was lost
+        found = f"{type(error).__name__}: {error}"
+        return Fault(str(ManifestError("the executor did not look at the shard", url=task.url, found=found)))
+
+
+def _one_by_one(tasks: Sequence[Look]) -> Generator[Finding, None, None]:
+    """In one process, which is replaced when a shard kills it."""
+    left = deque(tasks)
+    while left:
+        with _pool(1) as pool:
+            try:
+                with _interrupts_held():
+                    started = pool.submit(int)
+                started.result()
+            except BrokenExecutor as error:
+                hint = 'a script must call it under `if __name__ == "__main__":`, or with num_workers=0'
+                what = "processes that index shards cannot be started"
+                raise ManifestError(what, found=error, hint=hint) from error
+            try:
+                while left:
+                    finding = pool.submit(look, left[0]).result()
+                    left.popleft()
+                    yield finding
+            except BrokenExecutor:
+                url = left.popleft().url
+                found = "a crash in a library, or too little memory"
+                hint = "fetch or write it again, or leave it out"
+                what = "the process that looked at the shard died"
+                yield Fault(str(ManifestError(what, url=url, found=found, hint=hint)))
 
 
 @contextlib.contextmanager
