@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +39,7 @@ class PackedRun:
     part_offset: Int64Array
     is_target: BoolArray | None
     sequence_start: Int64Array | None
-    faults: Mapping[int, Sequence[tuple[int, DecodeError]]] = MappingProxyType({})
+    faults: Mapping[int, Sequence[tuple[int, DecodeError]]] = field(default_factory=dict)
 
     @property
     def num_places(self) -> int:
