@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -108,13 +109,49 @@ def full_positions(positions: npt.NDArray[np.integer[Any]], n: int, seed: int, e
     """
     if n < _SMALL:
         return keyed_permutation(n, key64(seed, epoch, "full"))[np.asarray(positions, np.int64)]
+    return _walk(positions, n, _feistel_keys(seed, epoch), _feistel)
+
+
+def full_places(sample_ids: npt.NDArray[np.integer[Any]], n: int, seed: int, epoch: int) -> Int64Array:
+    """Maps sample ids back to positions: the inverse of ``full_positions``.
+
+    Args:
+        sample_ids: Integers in [0, n).
+        n: Number of samples.
+        seed: The job's seed.
+        epoch: The epoch.
+
+    Returns:
+        int64 array of the shape of ``sample_ids``.
+
+    Example:
+        >>> full_places(np.array([49096, 30303, 77011]), 100003, 7, 1).tolist()
+        [0, 1, 2]
+    """
+    if n < _SMALL:
+        places = np.empty(n, np.int64)
+        places[keyed_permutation(n, key64(seed, epoch, "full"))] = np.arange(n)
+        return places[np.asarray(sample_ids, np.int64)]
+    return _walk(sample_ids, n, _feistel_keys(seed, epoch)[::-1], _feistel_back)
+
+
+def _feistel_keys(seed: int, epoch: int) -> list[np.uint64]:
+    return [np.uint64(key64(seed, epoch, "full", i)) for i in range(_FEISTEL_ROUNDS)]
+
+
+def _walk(
+    numbers: npt.NDArray[np.integer[Any]],
+    n: int,
+    keys: list[np.uint64],
+    step: Callable[[UInt64Array, np.uint64, list[np.uint64]], UInt64Array],
+) -> Int64Array:
+    """Walks each number along its cycle until it is below n."""
     half = np.uint64(((n - 1).bit_length() + 1) // 2)
-    keys = [np.uint64(key64(seed, epoch, "full", i)) for i in range(_FEISTEL_ROUNDS)]
-    places = np.asarray(positions)
-    x = _feistel(places.astype(np.uint64).reshape(-1), half, keys)
+    given = np.asarray(numbers)
+    x = step(given.astype(np.uint64).reshape(-1), half, keys)
     while (outside := x >= np.uint64(n)).any():
-        x[outside] = _feistel(x[outside], half, keys)
-    return x.astype(np.int64).reshape(places.shape)
+        x[outside] = step(x[outside], half, keys)
+    return x.astype(np.int64).reshape(given.shape)
 
 
 def _feistel(x: UInt64Array, half: np.uint64, keys: list[np.uint64]) -> UInt64Array:
@@ -122,4 +159,12 @@ def _feistel(x: UInt64Array, half: np.uint64, keys: list[np.uint64]) -> UInt64Ar
     left, right = x >> half, x & mask
     for key in keys:
         left, right = right, left ^ (mix64(right ^ key) & mask)
+    return (left << half) | right
+
+
+def _feistel_back(x: UInt64Array, half: np.uint64, keys: list[np.uint64]) -> UInt64Array:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = x >> half, x & mask
+    for key in keys:
+        left, right = right ^ (mix64(left ^ key) & mask), left
     return (left << half) | right

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.permutation import full_positions, key64, keyed_permutation, mix64
+from shardstream.permutation import full_places, full_positions, key64, keyed_permutation, mix64
 from tests.support import order_reference as ref
 from tests.support.layouts import GOLDEN
 
@@ -118,6 +118,12 @@ def test_full_positions_are_a_bijection_around_powers_of_two(exponent, more):
 def test_full_positions_are_a_bijection_around_large_powers_of_two(exponent, more):
     n = 2**exponent + more
     assert_bijection(full_positions(np.arange(n), n, seed=4, epoch=2), n)
+
+
+@given(st.one_of(st.integers(1, 300), st.integers(65536, 2**45)), words, st.data())
+def test_full_places_undo_full_positions(n, seed, data):
+    positions = np.array(data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=20)))
+    assert full_places(full_positions(positions, n, seed, 3), n, seed, 3).tolist() == positions.tolist()
 
 
 def test_full_positions_do_not_depend_on_who_asks_for_which():
