@@ -1,0 +1,237 @@
+"""Stores that fail, for real: an epoch is exact or the job ends soon, saying why; wrong bytes never come."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+
+import pyarrow.parquet as pq
+import pytest
+
+from shardstream import storage
+from shardstream.errors import ManifestError, ReadError, ShardChangedError
+from shardstream.fetch import fetch
+from shardstream.plan import Plan
+from shardstream.reading import Reading
+from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manifest
+from tests.support.reading import all_rows
+from tools.faults import PASSING, Faults, FaultyServer, Folder, Upstream
+
+DATA = bytes(range(256)) * 50
+
+
+@pytest.fixture
+def server(tmp_path):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.bin").write_bytes(DATA)
+    with FaultyServer(Folder(tmp_path / "served")) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def s3_server(folder):
+    """moto with a bucket of the folder's files, and a faulty server before it."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    moto = ThreadedMotoServer(port=0, verbose=False)
+    moto.start()
+    try:
+        address = "http://{}:{}".format(*moto.get_host_and_port())
+        client = boto3.client(
+            "s3", endpoint_url=address, aws_access_key_id="k", aws_secret_access_key="s", region_name="us-east-1"
+        )
+        client.create_bucket(Bucket="bucket")
+        for path in sorted(folder.iterdir()):
+            client.put_object(Bucket="bucket", Key=path.name, Body=path.read_bytes())
+        with FaultyServer(Upstream(address)) as running:
+            yield running, client
+    finally:
+        moto.stop()
+
+
+def s3_options(url, **more):
+    return {"key": "k", "secret": "s3cret", "endpoint_url": url, "client_kwargs": {"region_name": "us-east-1"}, **more}
+
+
+# ------------------------------------------------------------------------------------------------ one range
+
+
+class Once(Faults):
+    """The first request for data goes wrong in one way, later ones do not."""
+
+    def __init__(self, kind):
+        super().__init__(kinds=(kind,))
+        self.left = [kind]
+
+    def choose(self):
+        return self.left.pop() if self.left else None
+
+
+@pytest.mark.parametrize("kind", [*PASSING, "silent", "drip"])
+def test_a_fault_that_passes_costs_another_request(server, kind):
+    server.faults = Once(kind)
+    begun = time.monotonic()
+    got = storage.read_versioned(server.url + "/a.bin", 100, 5000, {"retry_timeout_s": 2.5})
+    assert got[0] == DATA[100:5000]
+    assert got[1] == storage.stat(server.url + "/a.bin").version_tag
+    assert server.counts[kind] == 1
+    assert time.monotonic() - begun < 2.5
+
+
+@pytest.mark.parametrize("kind", [*PASSING, "drip"])
+def test_a_store_that_never_recovers_is_given_up_within_the_deadline(server, kind):
+    server.faults = Faults(1.0, (kind,))
+    begun = time.monotonic()
+    url = server.url.replace("http://", "http://me:s3cret@") + "/a.bin?X-Amz-Signature=s3cret"
+    with pytest.raises(ReadError, match=r"a\.bin") as caught:
+        storage.read_range(url, 100, 5000, {"retry_timeout_s": 0.5})
+    assert time.monotonic() - begun < 2.5
+    assert "s3cret" not in str(caught.value)
+    reason = {"429": "429", "500": "500", "503": "503", "whole": "ignores byte ranges", "short": "instead of",
+              "wrong-range": "instead of", "stall": "no whole answer within", "silent": "no whole answer within",
+              "drip": "no whole answer within", "reset": "Server|Connection|Client"}  # fmt: skip
+    assert re.search(reason.get(kind, "Payload|Connection|Client"), str(caught.value))
+
+
+def test_the_server_says_when_to_come_back(server):
+    server.faults = Once("retry-after")
+    begun = time.monotonic()
+    assert storage.read_range(server.url + "/a.bin", 100, 5000) == DATA[100:5000]
+    assert time.monotonic() - begun >= 1.0
+
+
+def test_a_pause_longer_than_the_deadline_is_not_waited_for(server):
+    server.faults = Faults(1.0, ("retry-after",))
+    begun = time.monotonic()
+    with pytest.raises(ReadError, match="503"):
+        storage.read_range(server.url + "/a.bin", 100, 5000, {"retry_timeout_s": 0.9})
+    assert time.monotonic() - begun < 0.9
+
+
+def test_nobody_listens(server):
+    server.close()
+    begun = time.monotonic()
+    with pytest.raises(ReadError, match=r"a\.bin.*(Connect|connect)"):
+        storage.read_range(server.url + "/a.bin", 0, 10, {"retry_timeout_s": 0.5})
+    assert time.monotonic() - begun < 1.5
+
+
+def test_expired_credentials_are_not_tried_again(server):
+    server.faults = Faults(1.0, ("expired",))
+    with pytest.raises(ReadError, match=r"403.*have they expired"):
+        storage.read_range(server.url + "/a.bin", 0, 10)
+    assert server.counts["expired"] == 1
+
+
+def test_a_file_that_ends_before_the_range_is_told_from_a_broken_body(server):
+    url = server.url + "/a.bin"
+    assert storage.read_versioned(url, len(DATA) + 5, len(DATA) + 10) == (b"", "")
+    data, tag = storage.read_versioned(url, len(DATA) - 5, len(DATA) + 5)
+    assert (data, tag) == (DATA[-5:], storage.stat(url).version_tag)
+
+
+def test_a_version_without_etag_is_size_and_time(tmp_path):
+    (tmp_path / "a.bin").write_bytes(DATA)
+    with FaultyServer(Folder(tmp_path, with_etag=False)) as running:
+        url = running.url + "/a.bin"
+        tag = storage.stat(url).version_tag
+        assert tag.startswith(f"{len(DATA)}-")
+        assert storage.read_versioned(url, 5, 10) == (DATA[5:10], tag)
+
+
+# ------------------------------------------------------------------------------------------------ epochs
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_an_epoch_in_which_a_fifth_of_the_requests_fails_is_exact(server, tmp_path, kind):
+    from aiohttp import ClientTimeout
+
+    make = parquet_manifest if kind == "parquet" else tar_manifest
+    local = make(tmp_path / "served" / "shards", [70] * 8)
+    options = {"retry_timeout_s": 30, "client_kwargs": {"timeout": ClientTimeout(sock_read=0.3)}}
+    server.faults = Faults(0.2, PASSING)
+    remote = manifest_of_files([f"{server.url}/shards/{url}" for url in local.urls], storage_options=options)
+    assert all_rows(remote, storage_options=options) == all_rows(local)
+    assert sum(server.counts[kind] for kind in PASSING) >= 10 or kind == "tar"
+
+
+def test_an_epoch_from_s3_in_which_a_fifth_of_the_requests_fails_is_exact(tmp_path):
+    local = parquet_manifest(tmp_path / "shards", [70] * 4)
+    with s3_server(tmp_path / "shards") as (server, _):
+        options = s3_options(server.url, retry_timeout_s=30, config_kwargs={"read_timeout": 0.3})
+        server.faults = Faults(0.2, PASSING)
+        remote = manifest_of_files([f"s3://bucket/{url}" for url in local.urls], storage_options=options)
+        assert all_rows(remote, storage_options=options) == all_rows(local)
+        assert sum(server.counts[kind] for kind in PASSING) >= 5
+
+        server.faults = Faults(1.0, ("expired",))
+        with pytest.raises(ReadError, match=r"part-0000\d\.parquet.*have they expired") as caught:
+            all_rows(remote, storage_options=options)
+        assert "s3cret" not in str(caught.value)
+
+        server.faults = Faults(1.0, ("503",))
+        begun = time.monotonic()
+        with pytest.raises(ReadError, match=r"part-0000\d\.parquet.*Service Unavailable"):
+            all_rows(remote, storage_options={**options, "retry_timeout_s": 1})
+        server.close()
+        with pytest.raises(ReadError, match=r"part-0000\d\.parquet.*(Connect|connect)"):
+            all_rows(remote, storage_options={**options, "retry_timeout_s": 1})
+        assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("store", "change"),
+    [(store, change) for store in ("http", "http without etag") for change in ("replaced", "cut", "deleted")]
+    + [("s3", "cut")],
+)
+def test_a_shard_that_changes_in_mid_epoch_is_noticed(tmp_path, change, store):
+    """The change keeps the size where it can, and nothing of the shard was asked for ahead."""
+    local = parquet_manifest(tmp_path / "shards", [70])
+    path = tmp_path / "shards" / local.urls[0]
+    with contextlib.ExitStack() as stack:
+        if store == "s3":
+            server, client = stack.enter_context(s3_server(tmp_path / "shards"))
+            url, options = f"s3://bucket/{path.name}", s3_options(server.url)
+        else:
+            folder = Folder(tmp_path / "shards", with_etag=store == "http")
+            server, client = stack.enter_context(FaultyServer(folder)), None
+            url, options = f"{server.url}/{path.name}", {}
+        remote = manifest_of_files([url], storage_options=options)
+        plan = Plan.make(remote, batch_size=7, shuffle=False)
+        reading = Reading(storage_options=options, look_ahead=1, ahead_num_bytes=1, gather_rows=7)
+        gathers = fetch(plan, plan.micro_batches(0, plan.cursor()), reading=reading)
+        next(gathers)
+        _change(path, change, client)
+        expected = ReadError if change == "deleted" else ShardChangedError
+        with pytest.raises(expected, match=re.escape(path.name)):
+            list(gathers)
+
+
+def _change(path, change, client):
+    if change == "deleted":
+        path.unlink()
+    elif change == "cut":
+        path.write_bytes(path.read_bytes()[:1500])
+    else:
+        table = pq.read_table(path)
+        pq.write_table(table.take(list(range(len(table)))[::-1]), path, row_group_size=7)
+    if client is not None and change == "deleted":
+        client.delete_object(Bucket="bucket", Key=path.name)
+    elif client is not None:
+        client.put_object(Bucket="bucket", Key=path.name, Body=path.read_bytes())
+    elif change != "deleted":
+        os.utime(path, (2_000_000_000, 2_000_000_000))  # HTTP's times are of whole seconds
+
+
+def test_a_listing_of_an_hour_ago_names_what_is_gone(tmp_path):
+    local = parquet_manifest(tmp_path / "shards", [7, 7, 7])
+    with FaultyServer(Folder(tmp_path / "shards"), keeps_listings=True) as server:
+        assert len(manifest_of_files([f"{server.url}/"]).urls) == 3
+        (tmp_path / "shards" / local.urls[1]).unlink()
+        with pytest.raises(
+            ManifestError, match=r"1 of 3 shards cannot be used(?s:.*)part-00001\.parquet.*check the path"
+        ):
+            manifest_of_files([f"{server.url}/"])
