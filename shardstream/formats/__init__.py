@@ -31,6 +31,12 @@ _FORMATS = {
     ".tgz": "shardstream.formats.tar:TarFormat",
     ".tar.zst": "shardstream.formats.tar:TarFormat",
     ".tar.zstd": "shardstream.formats.tar:TarFormat",
+    **{
+        kind + packed: "shardstream.formats.jsonl:JsonLinesFormat"
+        for kind in (".jsonl", ".ndjson")
+        for packed in ("", ".gz", ".zst", ".zstd")
+    },
+    **dict.fromkeys((".json.gz", ".json.zst", ".json.zstd"), "shardstream.formats.jsonl:JsonLinesFormat"),
 }
 
 
@@ -43,7 +49,7 @@ class IndexOptions:
         targets: Head name → column whose entries that are not ``ignore_index`` are counted per sample.
         ignore_index: The label that does not count.
         run_num_bytes: Decoded size of a run.
-        pack: Sequence lengths for which sequences of whole documents are counted.
+        pack: Sequence lengths for which sequences of whole documents, and of unpacked ones, are counted.
         tokens_dtype: Type of raw token bytes, in tars.
     """
 
@@ -60,7 +66,7 @@ class ShardIndex:
     """What indexing learned of one shard; one row of the manifest.
 
     Attributes:
-        format: ``"parquet"``, ``"tar"``, ``"tar.gz"`` or ``"tar.zst"``.
+        format: ``"parquet"``, ``"tar"``, ``"tar.gz"``, ``"tar.zst"``, ``"jsonl"``, ``"jsonl.gz"`` or ``"jsonl.zst"``.
         num_bytes: Size of the file.
         version_tag: ``storage.version_tag`` of the file as it was read.
         digest: 32 hex digits: blake2b of what was read (Parquet footer, or the member table).

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,15 @@ class ParquetFormat:
         A row group of one run is read at once, one of several is streamed page by page. Entering it at a later run
         decodes the earlier ones, because Parquet has no way around that.
         """
+        with closing(self.read_tables(shard, block, columns, first_run)) as tables:
+            for table in tables:
+                yield rows_of(table)
+                del table
+
+    def read_tables(
+        self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0
+    ) -> Generator[pa.Table | pa.RecordBatch, None, None]:
+        """Yields the same as Arrow has it, to be written again: nothing is lost of types that numpy lacks."""
         if shard.is_local:
             check_unchanged(shard, lambda: _digest_now(shard))
         metadata = remembered(shard, lambda: _metadata(shard))
@@ -135,7 +144,7 @@ class ParquetFormat:
                         "a run is short", url=shard.url, block=block, expected=f"{end - first} rows", found=found
                     )
                 if run >= first_run:
-                    yield rows_of(_cast(table, names, schema, shard.url, block))
+                    yield _cast(table, names, schema, shard.url, block)
                 del table
 
 

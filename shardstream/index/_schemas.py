@@ -37,6 +37,7 @@ class SchemaUnion:
         self.num_samples = 0
         self._family = ""
         self._first = ""
+        self._has_types = False  # whether shards of this family have an Arrow schema
         self._types: dict[str, pa.DataType] = {}
         self._num_present: Counter[str] = Counter()
         self._unknown: set[str] = set()  # columns of which some shard does not tell how many values are missing
@@ -47,7 +48,7 @@ class SchemaUnion:
         return tuple(
             ColumnSchema(
                 name,
-                str(kind) if self._family == "parquet" else "bytes",
+                str(kind) if self._has_types else "bytes",
                 -1 if name in self._unknown else self.num_samples - self._num_present[name],
             )
             for name, kind in self._types.items()
@@ -56,7 +57,7 @@ class SchemaUnion:
     @property
     def arrow_schema(self) -> bytes:
         """Serialised Arrow schema, or b"" for tar."""
-        return pa.schema(self._types).serialize().to_pybytes() if self._family == "parquet" else b""
+        return pa.schema(self._types).serialize().to_pybytes() if self._has_types else b""
 
     def add(self, url: str, index: ShardIndex) -> None:
         """Takes in a shard.
@@ -65,7 +66,10 @@ class SchemaUnion:
             ManifestError: If it does not fit those before it; it is left out then.
         """
         self._join(url, index.format)
-        if self._family == "parquet":
+        self._has_types = bool(index.arrow_schema)
+        if self._family == "jsonl":
+            self._add_json(url, pa.ipc.read_schema(pa.py_buffer(index.arrow_schema)))
+        elif self._has_types:
             self._add_arrow(url, pa.ipc.read_schema(pa.py_buffer(index.arrow_schema)))
         else:
             self._add_fields(index.columns)
@@ -79,7 +83,10 @@ class SchemaUnion:
         """
         url = old.path or old.url(0)
         self._join(url, old.formats[0])
-        if self._family == "parquet":
+        self._has_types = bool(old.arrow_schema)
+        if self._family == "jsonl":
+            self._add_json(url, pa.ipc.read_schema(pa.py_buffer(old.arrow_schema)))
+        elif self._has_types:
             self._add_arrow(url, pa.ipc.read_schema(pa.py_buffer(old.arrow_schema)))
         else:
             self._add_fields(old.columns)
@@ -105,6 +112,15 @@ class SchemaUnion:
         for column in columns:
             self._num_present[column.name] += num_samples - column.num_missing
         self._unknown.update(column.name for column in columns if column.num_missing < 0)
+
+    def _add_json(self, url: str, schema: pa.Schema) -> None:
+        """Of JSON any field may be missing anywhere, in structs, too."""
+        try:
+            unified = pa.unify_schemas([pa.schema(self._types), schema], promote_options="permissive")
+        except pa.ArrowException as error:
+            what, hint = f"the shard's types are not those of {self._first}", "give each field one type everywhere"
+            raise ManifestError(what, url=url, found=error, hint=hint) from error
+        self._types = {column.name: column.type for column in unified}
 
     def _add_arrow(self, url: str, schema: pa.Schema) -> None:
         types = {field.name: whole_type(field.type) for field in schema}

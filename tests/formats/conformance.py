@@ -56,9 +56,14 @@ def manifest_of(urls: Sequence[str], indexes: Sequence[ShardIndex], arrow_schema
         block_offset=joined("block_offset"),
         block_num_bytes=joined("block_num_bytes"),
         columns=tuple(columns.values()),
-        arrow_schema=indexes[0].arrow_schema if arrow_schema is None else arrow_schema,
+        arrow_schema=_schema_of(indexes) if arrow_schema is None else arrow_schema,
         lists=ListsInMemory(indexes),
     )
+
+
+def _schema_of(indexes: Sequence[ShardIndex]) -> bytes:
+    """Of the first shard that has columns: an empty one may have none."""
+    return next((index.arrow_schema for index in indexes if index.columns), indexes[0].arrow_schema)
 
 
 def indexed(*urls: str | Path, options: IndexOptions | None = None) -> Manifest:
