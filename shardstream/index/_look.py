@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
 from typing import Any
 
 from shardstream import storage
 from shardstream.errors import ManifestError, ShardStreamError
 from shardstream.formats import IndexOptions, ShardIndex, format_of
+from shardstream.processes import interrupts_held, num_cores, pool_of
 
 _FEW_SHARDS = 16
 _FEW_BYTES = 256 << 20
@@ -113,15 +110,15 @@ def look_at_all(tasks: Sequence[Look], num_workers: int | None, executor: Execut
 
 def default_num_workers(urls: Sequence[str]) -> int:
     """Returns as many processes as there are cores to use, or 0 where starting them would take longer than the work."""
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if num_cores == 1 or len(urls) == 1:
+    most = num_cores()
+    if most == 1 or len(urls) == 1:
         return 0
     if len(urls) < _FEW_SHARDS:
         paths = [storage.local_path(url) for url in urls]
         with contextlib.suppress(OSError):
             if all(path is not None for path in paths) and sum(os.stat(str(p)).st_size for p in paths) < _FEW_BYTES:  # noqa: PTH116
                 return 0
-    return min(num_cores, len(urls))
+    return min(most, len(urls))
 
 
 def _given(tasks: Sequence[Look], executor: Executor, limit: int) -> Generator[Finding, None, None]:
@@ -136,7 +133,7 @@ def _given(tasks: Sequence[Look], executor: Executor, limit: int) -> Generator[F
 
 def _pooled(tasks: Sequence[Look], num_workers: int, limit: int) -> Generator[Finding, None, None]:
     """In processes of our own. The pool cancels what is under way: it must not find it cancelled when it is ended."""
-    with _pool(num_workers) as pool:
+    with pool_of(num_workers) as pool:
         yield from _in_order(pool.submit, tasks, limit, deque())
 
 
@@ -145,7 +142,7 @@ def _in_order(
 ) -> Iterator[Finding]:
     waiting = iter(tasks)
     for task in tasks:
-        with _interrupts_held():
+        with interrupts_held():
             under_way.append(submit(look, task))
         if len(under_way) >= limit:
             yield _result(under_way.popleft(), next(waiting))
@@ -168,9 +165,9 @@ def _one_by_one(tasks: Sequence[Look]) -> Generator[Finding, None, None]:
     """In one process, which is replaced when a shard kills it."""
     left = deque(tasks)
     while left:
-        with _pool(1) as pool:
+        with pool_of(1) as pool:
             try:
-                with _interrupts_held():
+                with interrupts_held():
                     started = pool.submit(int)
                 started.result()
             except BrokenExecutor as error:
@@ -188,36 +185,3 @@ def _one_by_one(tasks: Sequence[Look]) -> Generator[Finding, None, None]:
                 hint = "fetch or write it again, or leave it out"
                 what = "the process that looked at the shard died"
                 yield Fault(str(ManifestError(what, url=url, found=found, hint=hint)))
-
-
-@contextlib.contextmanager
-def _pool(num_workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes started afresh (spawn): right whatever threads and connections this process has."""
-    ours = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), _start_worker)
-    try:
-        yield pool
-    except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - ours:
-            process.terminate()  # a shard may take minutes, and nobody waits for it any more
-        raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Processes started inside never see Ctrl-C: this one does, and ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker() -> None:
-    """Ends a worker whose parent was killed; by itself it would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
