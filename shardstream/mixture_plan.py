@@ -396,4 +396,9 @@ class MixturePlan:
         return plan, mine
 
 
+def logged_ids(plan: MixturePlan, positions: Int64Array) -> Int64Array:
+    """Returns what logs know the samples at positions by: int64[n], the id with the index of its source before it."""
+    return plan.sample_ids(0, positions) | plan.sources(positions).source << SOURCE_BITS
+
+
 AnyPlan: TypeAlias = Plan | MixturePlan

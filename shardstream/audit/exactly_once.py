@@ -14,6 +14,7 @@ import numpy as np
 
 from shardstream.audit.windows import ExpectedWindow
 from shardstream.consumed import id_checksum
+from shardstream.mixture_plan import MixturePlan, logged_ids
 from shardstream.plan import Plan
 
 _AT_ONCE = 1 << 18
@@ -74,6 +75,29 @@ def expected_sum(plan: Plan, start: Place, last: Place, end: Place, share: tuple
         if plan.tail in ("drop", "truncate"):
             total += -IdSum.of(window.ids_behind())
         total += IdSum.of(window.repeated_ids())
+    return total
+
+
+def expected_of_mixture(plan: MixturePlan, begin: int, end: int, share: tuple[int, int] = (0, 1)) -> IdSum:
+    """Returns this share of what the windows of a mixture from ``begin`` to ``end`` consume, over all ranks.
+
+    Args:
+        plan: The plan.
+        begin: Position where the first window begins.
+        end: Position where the last one ends.
+        share: (index, number of shares); the shares add up to the whole.
+
+    Example:
+        >>> from shardstream.manifest import Manifest
+        >>> from shardstream.mixing import Mixture
+        >>> web = Manifest.synthetic(num_shards=1, blocks_per_shard=1, rows_per_block=5)
+        >>> plan = MixturePlan.make(Mixture({"web": (web, 1)}), batch_size=5)
+        >>> expected_of_mixture(plan, 0, 10) == IdSum.of([*range(5), *range(5)])
+        True
+    """
+    total = IdSum()
+    for positions in _pieces(end - begin, share):
+        total += IdSum.of(logged_ids(plan, begin + positions))
     return total
 
 

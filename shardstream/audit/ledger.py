@@ -7,32 +7,45 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, Generic, TypeVar, final, overload
+
+import numpy as np
 
 from shardstream.audit.consumption import ConsumedReport, check_consumed, windows_that_count
+from shardstream.audit.mixture_logs import (
+    MixedWindow,
+    MixtureLogsReport,
+    check_mixture_logs,
+    mixed_windows_that_count,
+)
 from shardstream.audit.tally import CountedWindow
 from shardstream.audit.windows import ExpectedWindow
 from shardstream.consumed import LoggedWindow, RankLog, read_logs
 from shardstream.errors import ReadError
 from shardstream.manifest import Manifest
+from shardstream.mixing import Mixture
+from shardstream.mixture_plan import SOURCE_BITS, AnyPlan, MixturePlan, logged_ids
 from shardstream.rounds import RankRounds, first_difference, read_rounds
 
 _NUM_FAULTS = 20
 
 
+_Consumed = TypeVar("_Consumed", ConsumedReport, MixtureLogsReport)
+
+
 @dataclass(frozen=True)
-class LedgerReport:
+class _Checked(Generic[_Consumed]):
     """What a ledger shows.
 
     Attributes:
-        consumed: Exactly once, from the numbers.
+        consumed: Exactly once, from the numbers; of a mixture its windows and passes.
         faults: What is wrong with denominators and rounds, in words.
         notes: What is worth knowing but no fault.
         num_denominators: Windows whose targets were compared between ranks.
         num_rounds: Rounds that were compared between ranks.
     """
 
-    consumed: ConsumedReport
+    consumed: _Consumed
     faults: tuple[str, ...]
     notes: tuple[str, ...]
     num_denominators: int
@@ -58,35 +71,54 @@ class LedgerReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON values: what ``ConsumedReport`` has, and more."""
+        """Returns the report as JSON values: what that of ``consumed`` has, and more."""
         more = {name: value for name, value in asdict(self).items() if name not in ("consumed", "notes")}
         summary = {"holds": self.holds, "verdict": self.verdict(), "violations": self.violations}
         return {**self.consumed.to_dict(), **summary, "notes": (*self.consumed.notes, *self.notes), **more}
 
 
-def check_ledger(directory: str | os.PathLike[str], manifest: Manifest) -> LedgerReport:
-    """Checks a run's ledger against the manifest.
+@final
+class LedgerReport(_Checked[ConsumedReport]):
+    """What the ledger of a run on one data set shows."""
+
+
+@final
+class MixtureLedgerReport(_Checked[MixtureLogsReport]):
+    """What the ledger of a run on a mixture shows."""
+
+
+@overload
+def check_ledger(directory: str | os.PathLike[str], data: Manifest) -> LedgerReport: ...
+
+
+@overload
+def check_ledger(directory: str | os.PathLike[str], data: Mixture) -> MixtureLedgerReport: ...
+
+
+def check_ledger(directory: str | os.PathLike[str], data: Manifest | Mixture) -> LedgerReport | MixtureLedgerReport:
+    """Checks a run's ledger against what it read.
 
     Args:
         directory: Folder that ``Ledger`` logged to; the files of several hosts may be put together.
-        manifest: The manifest of the run.
+        data: The manifest of the run, or its mixture: the sources by name, weights and schedule being the logs'.
 
     Returns:
         The report. What was rolled back with a crash counts for targets and rounds, too.
 
     Raises:
-        ReadError: If there are no logs, or they are damaged.
+        ReadError: If there are no logs, they are damaged, or not of this mixture.
     """
-    consumed = check_consumed(directory, manifest)
-    num_denominators, faults = _check_denominators(read_logs(directory)[0], manifest)
+    logs = check_mixture_logs(directory, data) if isinstance(data, Mixture) else check_consumed(directory, data)
+    num_denominators, faults = _check_denominators(read_logs(directory)[0], data)
     num_rounds, different, notes = _check_rounds(read_rounds(directory))
-    return LedgerReport(consumed, (*faults, *different), tuple(notes), num_denominators, num_rounds)
+    found = ((*faults, *different), tuple(notes), num_denominators, num_rounds)
+    return LedgerReport(logs, *found) if isinstance(logs, ConsumedReport) else MixtureLedgerReport(logs, *found)
 
 
-def _check_denominators(logs: Sequence[RankLog], manifest: Manifest) -> tuple[int, list[str]]:
+def _check_denominators(logs: Sequence[RankLog], data: Manifest | Mixture) -> tuple[int, list[str]]:
     """Every rank must have divided by the same N_h, and the parts of the ranks must add up to it."""
     windows: dict[tuple[int, int, int], dict[int, LoggedWindow]] = defaultdict(dict)
-    plans = {log.attempt: log for log in logs if log.fingerprint == manifest.fingerprint}
+    plans = {log.attempt: log for log in logs if isinstance(data, Mixture) or log.fingerprint == data.fingerprint}
     for log in logs:
         for window in log.windows:
             if window.targets and log.attempt in plans:
@@ -94,8 +126,7 @@ def _check_denominators(logs: Sequence[RankLog], manifest: Manifest) -> tuple[in
     faults = []
     for (attempt, epoch, position), by_rank in sorted(windows.items()):
         where = f"attempt {attempt}, epoch {epoch}, position {position}"
-        expected = ExpectedWindow(plans[attempt].plan(manifest), epoch, position)
-        ranks = [rank for rank in range(expected.plan.world_size) if expected.has_rows(rank)]
+        ranks = _ranks_with_rows(plans[attempt], data, epoch, position)
         for head in sorted({head for window in by_rank.values() for head in window.targets}):
             counts = {rank: window.targets.get(head, (0, 0)) for rank, window in sorted(by_rank.items())}
             totals = {total for total, _ in counts.values()}
@@ -106,6 +137,15 @@ def _check_denominators(logs: Sequence[RankLog], manifest: Manifest) -> tuple[in
             elif set(ranks) <= counts.keys() and totals != {mine}:
                 faults.append(f"{where}: head {head!r} was divided by {totals.pop()}, but its ranks had {mine} targets")
     return len(windows), _cut(faults)
+
+
+def _ranks_with_rows(log: RankLog, data: Manifest | Mixture, epoch: int, position: int) -> list[int]:
+    """The ranks that read anything of a window: of a mixture's, all."""
+    ranks = range(log.world_size)
+    if isinstance(data, Mixture):
+        return list(ranks)
+    expected = ExpectedWindow(log.plan(data), epoch, position)
+    return [rank for rank in ranks if expected.has_rows(rank)]
 
 
 def _check_rounds(logs: Sequence[RankRounds]) -> tuple[int, list[str], list[str]]:
@@ -159,13 +199,13 @@ class StepEvent:
         time_s: Seconds since the step's first event, by the rank's own clock.
         rank: The rank.
         event: What it did.
-        ids: Samples of the micro-batch that it took, or None.
+        ids: Samples of the micro-batch that it took, or None; of a mixture as ``"web:17"``.
     """
 
     time_s: float
     rank: int
     event: str
-    ids: tuple[int, ...] | None = None
+    ids: tuple[int | str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -193,18 +233,20 @@ class StepEvents:
         return asdict(self)
 
 
-def step_events(directory: str | os.PathLike[str], manifest: Manifest, step: int) -> StepEvents:
+def step_events(directory: str | os.PathLike[str], data: Manifest | Mixture, step: int) -> StepEvents:
     """Returns who held which samples in a step, when gradients were summed and when parameters moved.
 
     Args:
         directory: Folder that ``Ledger`` logged to.
-        manifest: The manifest of the run.
+        data: The manifest of the run, or its mixture.
         step: Index of the step.
 
     Raises:
         ReadError: If there is no such step, or the logs are damaged.
     """
-    windows = windows_that_count(directory, manifest)
+    windows: Sequence[CountedWindow | MixedWindow] = (
+        mixed_windows_that_count(directory, data) if isinstance(data, Mixture) else windows_that_count(directory, data)
+    )
     if not 0 <= step < len(windows):
         expected = f"0 to {len(windows) - 1}"
         raise ReadError("the run has no such step", url=str(directory), expected=expected, found=step)
@@ -226,16 +268,27 @@ def step_events(directory: str | os.PathLike[str], manifest: Manifest, step: int
     return StepEvents(step, *window.place, window.attempt, targets, tuple(events))
 
 
-def _ids_by_micro_batch(window: CountedWindow, rank: int) -> list[tuple[int, ...]]:
+def _ids_by_micro_batch(window: CountedWindow | MixedWindow, rank: int) -> list[tuple[int | str, ...]]:
     """The ids of a rank's real samples: those logged, else those that the plan deals to it."""
     plan, (epoch, position) = window.plan, window.place
-    part = plan.epoch(epoch, position).deal.part(0, rank)
-    dealt = plan.sample_ids(epoch, part.positions)
+    if isinstance(plan, MixturePlan):
+        positions = plan.windows(position, 1)[0].reshape(plan.world_size, -1)[rank]
+        dealt, is_padding = logged_ids(plan, positions), np.zeros(len(positions), np.bool_)
+    else:
+        part = plan.epoch(epoch, position).deal.part(0, rank)
+        dealt, is_padding = plan.sample_ids(epoch, part.positions), part.is_padding
     logged = window.by_rank.get(rank, [None])[0]
     trained = None if logged is None or logged.ids is None else set(logged.ids)
     held = []
     for begin in range(0, len(dealt), plan.batch_size):
         cut = slice(begin, begin + plan.batch_size)
-        real = dealt[cut][~part.is_padding[cut]].tolist()
-        held.append(tuple(real if trained is None else [each for each in real if each in trained]))
+        real = dealt[cut][~is_padding[cut]].tolist()
+        held.append(tuple(_shown(plan, each) for each in real if trained is None or each in trained))
     return held
+
+
+def _shown(plan: AnyPlan, number: int) -> int | str:
+    """A sample as people name it."""
+    if not isinstance(plan, MixturePlan):
+        return number
+    return f"{plan.names[number >> SOURCE_BITS]}:{number & (1 << SOURCE_BITS) - 1}"

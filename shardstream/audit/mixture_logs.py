@@ -17,9 +17,8 @@ from shardstream.consumed import LoggedWindow, RankLog, id_checksum, read_logs
 from shardstream.errors import ReadError, listed
 from shardstream.mixing import Mixture
 from shardstream.mixture_past import Past
-from shardstream.mixture_plan import SOURCE_BITS, MixturePlan
+from shardstream.mixture_plan import SOURCE_BITS, MixturePlan, logged_ids
 from shardstream.packing import Packing
-from shardstream.permutation import Int64Array
 
 _ByRank: TypeAlias = "dict[int, list[LoggedWindow]]"
 
@@ -67,11 +66,18 @@ def _served(plan: MixturePlan, position: int) -> dict[str, tuple[object, ...]]:
     return {name: (num, replace(plan.by_name[name].cursor(), global_batch=1)) for name, num in given.items()}
 
 
-class _Window(NamedTuple):
+class MixedWindow(NamedTuple):
+    """A window, as the ranks of its attempt logged it."""
+
     position: int
     plan: MixturePlan
     attempt: int
     by_rank: _ByRank
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch, which is 0, and position."""
+        return 0, self.position
 
 
 def check_mixture_logs(directory: str | os.PathLike[str], mixture: Mixture) -> MixtureLogsReport:
@@ -85,9 +91,7 @@ def check_mixture_logs(directory: str | os.PathLike[str], mixture: Mixture) -> M
         ReadError: If there are no logs, they are damaged, or not of a mixture of these sources.
     """
     logs, empty = read_logs(directory)
-    attempts = {k: list(of_attempt) for k, of_attempt in groupby(logs, key=lambda log: log.attempt)}
-    plans = {attempt: _plan_of(of_attempt[0], mixture) for attempt, of_attempt in attempts.items()}
-    windows = _windows_that_count(attempts, plans)
+    attempts, plans, windows = _counted(logs, mixture)
     violations = [fault for of_attempt in attempts.values() for fault in disagreements(of_attempt)]
     notes = [f"{len(empty)} log(s) have not even one whole line"] * bool(empty)
     if windows and (absent := _absent(windows[-1])):
@@ -111,8 +115,30 @@ def check_mixture_logs(directory: str | os.PathLike[str], mixture: Mixture) -> M
     return MixtureLogsReport(tuple(violations), tuple(notes), len(attempts), len(windows), position, passes)
 
 
-def _plan_of(log: RankLog, mixture: Mixture) -> MixturePlan:
-    """The plan that an attempt followed, from what its logs say of it."""
+def mixed_windows_that_count(directory: str | os.PathLike[str], mixture: Mixture) -> list[MixedWindow]:
+    """Returns the windows that the run consumed, by position, without those that were rolled back.
+
+    Raises:
+        ReadError: If there are no logs, they are damaged, or not of a mixture of these sources.
+    """
+    return _counted(read_logs(directory)[0], mixture)[2]
+
+
+def _counted(
+    logs: list[RankLog], mixture: Mixture
+) -> tuple[dict[int, list[RankLog]], dict[int, MixturePlan], list[MixedWindow]]:
+    """Logs and plan of each attempt, and the windows that count."""
+    attempts = {k: list(of_attempt) for k, of_attempt in groupby(logs, key=lambda log: log.attempt)}
+    plans = {attempt: mixture_plan_of(of_attempt[0], mixture) for attempt, of_attempt in attempts.items()}
+    return attempts, plans, _windows_that_count(attempts, plans)
+
+
+def mixture_plan_of(log: RankLog, mixture: Mixture) -> MixturePlan:
+    """Returns the plan that an attempt followed, from what its logs say of it.
+
+    Raises:
+        ReadError: If the mixture has not the sources that the run had.
+    """
     past, manifests = Past.read(log.start), dict(zip(mixture.names, mixture.manifests, strict=True))
     for name, source in past.sources.items():
         if name not in manifests or source["fingerprint"] != manifests[name].fingerprint:
@@ -137,9 +163,9 @@ def _plan_of(log: RankLog, mixture: Mixture) -> MixturePlan:
     return replace(plan, plans=pinned, grid=past.grid(plan.global_batch))
 
 
-def _windows_that_count(attempts: dict[int, list[RankLog]], plans: dict[int, MixturePlan]) -> list[_Window]:
+def _windows_that_count(attempts: dict[int, list[RankLog]], plans: dict[int, MixturePlan]) -> list[MixedWindow]:
     """Groups windows over ranks, without those that a later attempt went back behind; ordered by position."""
-    windows: list[_Window] = []
+    windows: list[MixedWindow] = []
     limit: int | None = None
     for attempt, logs in sorted(attempts.items(), reverse=True):
         by_position: dict[int, _ByRank] = defaultdict(lambda: defaultdict(list))
@@ -147,16 +173,16 @@ def _windows_that_count(attempts: dict[int, list[RankLog]], plans: dict[int, Mix
             for window in log.windows:
                 by_position[window.position][log.rank].append(window)
         kept = [position for position in by_position if limit is None or position < limit]
-        windows += [_Window(position, plans[attempt], attempt, by_position[position]) for position in kept]
+        windows += [MixedWindow(position, plans[attempt], attempt, by_position[position]) for position in kept]
         limit = min(logs[0].start.position, logs[0].start.position if limit is None else limit)
     return sorted(windows, key=lambda window: (window.position, window.attempt))
 
 
-def _absent(window: _Window) -> list[int]:
+def _absent(window: MixedWindow) -> list[int]:
     return [rank for rank in range(window.plan.world_size) if rank not in window.by_rank]
 
 
-def _window_faults(window: _Window) -> Iterator[str]:
+def _window_faults(window: MixedWindow) -> Iterator[str]:
     where = f"attempt {window.attempt}, position {window.position}"
     if absent := _absent(window):
         yield f"{where}: rank(s) {listed(absent)} did not log this window"
@@ -184,17 +210,12 @@ def _window_faults(window: _Window) -> Iterator[str]:
         yield f"{where}: other samples than the mixture has there: {', '.join(shown) or 'some of them several times'}"
 
 
-def logged_ids(plan: MixturePlan, positions: Int64Array) -> Int64Array:
-    """Returns what logs know the samples at positions by: int64[n], the id with the index of its source before it."""
-    return plan.sample_ids(0, positions) | plan.sources(positions).source << SOURCE_BITS
-
-
 def _name(plan: MixturePlan, number: int) -> str:
     source, sample_id = int(number) >> SOURCE_BITS, int(number) & (1 << SOURCE_BITS) - 1
     return f"sample {sample_id} of {plan.names[source] if source < len(plan.names) else f'source {source}'}"
 
 
-def _gaps(windows: list[_Window], begin: int) -> Iterator[str]:
+def _gaps(windows: list[MixedWindow], begin: int) -> Iterator[str]:
     """Each window begins where the one before ended."""
     end = begin
     for window in windows:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardstream.commands._ledger import audit_ledger, print_counts
 from shardstream.commands._options import print_json
 from shardstream.commands._tables import print_verdict, stdout, table
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from shardstream.packing import PackingMode
 
 _PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "seed", "shuffle")
-_OTHERS = ("lanes", "tail", "epochs", "label", "with_trace", "step")
+_OTHERS = ("lanes", "tail", "epochs", "label", "with_trace")
 
 
 def is_mixture(path: str | None) -> bool:
@@ -48,9 +49,12 @@ def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: li
         if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
             option = "--trace" if name == "with_trace" else f"--{name}"
             raise click.UsageError(f"{option} goes with one data set, not with a mixture")
-    mixture = Mixture.load(options["manifest_path"], storage_options=options["storage_options"])
-    if (directory := options["ledger"] or options["consumed"]) is not None:
-        return _audit_logs(mixture, directory, as_json=options["as_json"])
+    about = {name: options[name] for name in ("storage_options", "allow_url")}
+    mixture = Mixture.load(options["manifest_path"], **about)
+    if options["ledger"] is not None:
+        return audit_ledger(mixture, options["ledger"], options["step"], as_json=options["as_json"])
+    if options["consumed"] is not None:
+        return _audit_logs(mixture, options["consumed"], as_json=options["as_json"])
     packing, length = None, options["sequence_length"]
     if length is not None:
         columns = [manifest.tokens_column or "tokens" for manifest in mixture.manifests]
@@ -80,8 +84,7 @@ def _audit_logs(mixture: Mixture, directory: str, *, as_json: bool) -> bool:
         print_json(report.to_dict())
         return report.holds
     out = stdout()
-    for note in report.notes:
-        out.print(f"Note: {note}", markup=False, soft_wrap=True)
+    print_counts(out, report)
     print_verdict(out, report.violations, report.verdict())
     return report.holds
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shardstream.commands._ledger import audit_ledger, print_counts
 from shardstream.commands._mixture import audit_mixture_file, is_mixture, packing_mode
-from shardstream.commands._options import as_json, print_json, storage_options, warnings_shown
+from shardstream.commands._options import allow_url, as_json, print_json, storage_options, warnings_shown
 from shardstream.commands._tables import print_verdict, stdout, table
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from shardstream.audit import AuditReport, TracedBatch
     from shardstream.audit.consumption import ConsumedReport
-    from shardstream.audit.ledger import LedgerReport, StepEvents
     from shardstream.manifest import Manifest
     from shardstream.plan import Plan
 
@@ -71,6 +71,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 @click.option("--windows", type=click.IntRange(1), metavar="N", help="Of a mixture: how many to look at.")
 @click.option("--plot", metavar="FILE", help="Of a mixture: draw shares over steps (needs matplotlib).")
 @storage_options
+@allow_url
 @as_json
 @click.pass_context
 def audit(ctx: click.Context, /, **options: Any) -> None:
@@ -99,7 +100,7 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
         if is_mixed:
             holds = audit_mixture_file(ctx, {**options, "shuffle": _SHUFFLES[options["shuffle"]]}, warnings)
         elif options["ledger"] is not None:
-            holds = _audit_ledger(_manifest(options), options["ledger"], options["step"], as_json=options["as_json"])
+            holds = audit_ledger(_manifest(options), options["ledger"], options["step"], as_json=options["as_json"])
         elif options["consumed"] is not None:
             holds = _audit_run(_manifest(options), options["consumed"], as_json=options["as_json"])
         else:
@@ -112,7 +113,8 @@ def _manifest(options: dict[str, Any]) -> Manifest:
     from shardstream.manifest import Manifest
 
     if options["synthetic"] is None:
-        return Manifest.load(options["manifest_path"], storage_options=options["storage_options"])
+        about = {name: options[name] for name in ("storage_options", "allow_url")}
+        return Manifest.load(options["manifest_path"], **about)
     shards, blocks, rows = options["synthetic"]
     return Manifest.synthetic(num_shards=shards, blocks_per_shard=blocks, rows_per_block=rows)
 
@@ -157,21 +159,6 @@ def _audit_run(manifest: Manifest, directory: str, *, as_json: bool) -> bool:
         print_json(report.to_dict())
     else:
         _print_consumed(stdout(), report)
-    return report.holds
-
-
-def _audit_ledger(manifest: Manifest, directory: str, step: int | None, *, as_json: bool) -> bool:
-    from shardstream.audit.ledger import check_ledger, step_events
-
-    report = check_ledger(directory, manifest)
-    shown = None if step is None else step_events(directory, manifest, step)
-    if as_json:
-        print_json({**report.to_dict(), **({} if shown is None else {"step": shown.to_dict()})})
-        return report.holds
-    console = stdout()
-    if shown is not None:
-        _print_step(console, shown)
-    _print_ledger(console, report)
     return report.holds
 
 
@@ -268,34 +255,6 @@ def _print_trace(console: Console, traced: Sequence[TracedBatch]) -> None:
     console.print(table("Trace; (padding) in parentheses", names, rows))
 
 
-def _print_step(console: Console, step: StepEvents) -> None:
-    targets = ", ".join(f"{head} {total:,}" for head, total in step.targets.items())
-    title = f"Step {step.step}: epoch {step.epoch}, position {step.position}, attempt {step.attempt}; targets {targets}"
-    rows = [
-        (f"{1e3 * each.time_s:.3f}", each.rank, each.event, "" if each.ids is None else " ".join(map(str, each.ids)))
-        for each in step.events
-    ]
-    console.print(table(title, ["ms", "rank", "event", "samples"], rows))
-
-
-def _print_ledger(console: Console, report: LedgerReport) -> None:
-    _print_counts(console, report.consumed)
-    for note in report.notes:
-        console.print(f"Note: {note}", markup=False, soft_wrap=True)
-    print_verdict(console, report.violations, report.verdict())
-
-
 def _print_consumed(console: Console, report: ConsumedReport) -> None:
-    _print_counts(console, report)
+    print_counts(console, report)
     print_verdict(console, report.violations, report.verdict())
-
-
-def _print_counts(console: Console, report: ConsumedReport) -> None:
-    names = ["attempt", "ranks", "global batch", "from epoch", "position", "windows", "rolled back", "ended"]
-    console.print(table("Attempts", names, [vars(a).values() for a in report.attempts]))
-    names = ["epoch", "finished", "windows", "samples", "padding", "dropped", "missing", "repeated", "foreign"]
-    fields = ("epoch", "is_finished", "num_windows", "num_samples", "num_padding", "num_dropped", "num_missing")
-    rows = [[getattr(epoch, name) for name in (*fields, "num_extra", "num_foreign")] for epoch in report.epochs]
-    console.print(table("Epochs", names, rows))
-    for note in report.notes:
-        console.print(f"Note: {note}", markup=False, soft_wrap=True)

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardstream.audit.exactly_once import IdSum, Place, expected_sum
+from shardstream.audit.exactly_once import IdSum, Place, expected_of_mixture, expected_sum
 from shardstream.consumed import ConsumedLog, next_attempt
 from shardstream.errors import DesyncError, PlanError
-from shardstream.mixture_plan import AnyPlan
-from shardstream.plan import Plan
+from shardstream.mixing import TABLE_POSITIONS
+from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.rounds import RoundsLog
 from shardstream.torch.counts import RankSums
 from shardstream.torch.dataset import StreamingDataset
@@ -51,7 +51,8 @@ class Ledger:
     If not, or if a rank does not come, **every** rank raises ``DesyncError`` before its optimizer steps.
 
     At the end of an epoch the number of samples and the checksum of their ids, summed over the ranks, must be those of
-    the manifest: each sample exactly once.
+    the manifest: each sample exactly once. A mixture has no epochs: its samples must be those that the plan has there,
+    every 65,536 positions, where it stops, and when the ledger is closed.
 
     Args:
         directory: Where to log; made if missing. A folder of each host is fine.
@@ -183,6 +184,8 @@ class Ledger:
         """
         self._write_times()
         if not self._is_closed and not self._rounds.has_failed:
+            if self._is_checked and isinstance(self._plan, MixturePlan) and self._has_unproved:
+                self._prove()
             self._rounds.ask("the ledger is closed")
             self._write_late()
         self._close_files(has_ended=not self._rounds.has_failed)
@@ -246,8 +249,19 @@ class Ledger:
         assert self._span is not None  # noqa: S101 - narrows the type
         last, self._span = self._span[1], (self._span[0], (after.epoch, after.position))
         self._counted += IdSum.of(numbers.ids) + IdSum.of(numbers.masked_ids)
-        if self._is_checked and after.epoch > last[0]:
+        if self._is_checked and (after.epoch > last[0] or self._ends_stretch(watched.window)):
             self._prove(last)
+
+    @property
+    def _has_unproved(self) -> bool:
+        return self._span is not None and self._span[0] != self._span[1]
+
+    def _ends_stretch(self, window: Window) -> bool:
+        """Whether a mixture is to be proved behind a window: after as many positions as shares are exact over."""
+        assert self._span is not None  # noqa: S101 - narrows the type
+        num_positions = self._span[1][1] - self._span[0][1]
+        is_end = num_positions >= TABLE_POSITIONS or window.batches[-1].place.is_last_in_pass
+        return isinstance(self._plan, MixturePlan) and is_end
 
     def _write_late(self) -> None:
         for numbers in self._late:
@@ -255,13 +269,19 @@ class Ledger:
                 self._consumed.sums(epoch=numbers.epoch, position=numbers.position, sums=sums)
         self._late.clear()
 
-    def _prove(self, last: Place) -> None:
-        """Compares what all ranks consumed of an epoch with what the manifest has."""
+    def _prove(self, last: Place = (0, 0)) -> None:
+        """Compares what all ranks consumed of an epoch, or since the last proof of a mixture, with what there is.
+
+        Args:
+            last: Where the epoch's last window began; a mixture has none.
+        """
         assert self._span is not None  # noqa: S101 - narrows the type
         start, end = self._span
-        world_size = self._plan.world_size
-        assert isinstance(self._plan, Plan)  # noqa: S101 - a mixture has no epoch that ends
-        mine = expected_sum(self._plan, start, last, end, (self._rank, world_size))
+        plan, share = self._plan, (self._rank, self._plan.world_size)
+        if isinstance(plan, MixturePlan):
+            mine = expected_of_mixture(plan, start[1], end[1], share)
+        else:
+            mine = expected_sum(plan, start, last, end, share)
         vector = [part for each in (self._counted, mine) for part in _halves(each)]
         what = f"samples of epoch {start[0]} from position {start[1]}, summed over the ranks"
         sums = self._rounds.sums(vector, what)

@@ -10,13 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from shardstream.audit import check_mixture_logs
-from shardstream.audit.mixture_logs import logged_ids
 from shardstream.cli import main
 from shardstream.consumed import ConsumedLog, next_attempt
 from shardstream.errors import ReadError, ShardStreamWarning
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
-from shardstream.mixture_plan import MixturePlan
+from shardstream.mixture_plan import MixturePlan, logged_ids
 from tests.support.layouts import manifest_of
 
 WEB, CODE = manifest_of([30, 20, 41, 9], [7, 100, 10, 3]), manifest_of([11, 13], [4, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from shardstream.audit import check_mixture_logs
+from shardstream.audit.ledger import check_ledger
 from shardstream.mixture_file import mixture_of
 from shardstream.mixture_plan import MixturePlan
 from shardstream.packing import Packing
@@ -67,9 +68,13 @@ def test_a_mixture_is_trained_on_two_ranks_and_resumed_on_three(tmp_path: Path) 
     mixture = mixture_of(settings["data"]["mixture"])
     plan = MixturePlan.make(mixture, batch_size=12, seed=7, packing=[Packing(64, eos_id=0)] * 2)
     assert lines[-1]["passes"] == {name: round(times, 4) for name, times in plan.passes(480).items()}
-    report = check_mixture_logs(run / "ledger", mixture)
+    report = check_ledger(run / "ledger", mixture)
     assert report.holds, report.violations
-    assert (report.num_windows, report.position, report.num_attempts) == (40, 480, 2)
+    assert (report.consumed.num_windows, report.consumed.position, report.consumed.num_attempts) == (40, 480, 2)
+    assert report.num_denominators == 40 <= report.num_rounds
+    lines = (run / "ledger" / "rank-00000.attempt-0001.jsonl").read_text().splitlines()
+    (proved,) = (each for each in map(json.loads, lines) if each["kind"] == "epoch")
+    assert proved["position"] + proved["num_samples"] == 480
     cursor = torch.load(max((run / "checkpoints").glob("*.pt")), weights_only=True)["cursor"]
     assert (cursor["epoch"], cursor["position"]) == (0, 480)
     assert Counter(start for start, _, _ in cursor["mixture"]["schedule"]) == {0: 1, 240: 1}

@@ -12,6 +12,7 @@ from shardstream.audit.ledger import check_ledger, step_events
 from shardstream.cli import main
 from shardstream.consumed import id_checksum, read_logs
 from shardstream.errors import DesyncError, PlanError, ReadError
+from shardstream.mixing import Mixture
 from shardstream.rounds import read_rounds
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
 from shardstream.torch.ledger import Ledger
@@ -269,6 +270,73 @@ def test_a_loop_that_was_left_but_is_still_referenced(manifest, tmp_path):
     (log,) = read_rounds(tmp_path)
     assert log.has_ended
     assert [text for _, text in log.times[0, 0]][-1] == "gradients are summed: ends"
+
+
+# ---------------------------------------------------------------------------------------------------- mixtures
+
+
+@pytest.fixture(scope="module")
+def mixture(manifest, tmp_path_factory):
+    other = parquet_manifest(tmp_path_factory.mktemp("other"), [7], 4)
+    return Mixture({"web": (manifest, 3), "code": (other, 1)}, stop_after=48)
+
+
+@pytest.mark.parametrize("num_windows", [None, 5])
+def test_a_mixture_is_proved_where_it_stops_and_when_the_ledger_is_closed(mixture, tmp_path, num_windows, monkeypatch):
+    monkeypatch.setattr("shardstream.torch.ledger.TABLE_POSITIONS", 16)
+    loader = loader_of(mixture)
+    with Ledger(tmp_path, loader, ids=True) as ledger:
+        Trainer()(ledger, windows(loader), num_windows)
+    proved = [(line["position"], line["num_samples"]) for line in lines_of(tmp_path) if line["kind"] == "epoch"]
+    assert proved == ([(0, 16), (16, 16), (32, 16)] if num_windows is None else [(0, 16), (16, 4)])
+    report = check_ledger(tmp_path, mixture)
+    assert report.holds, report.violations
+    assert report.num_denominators == report.consumed.num_windows == (num_windows or 12)
+    assert report.num_rounds > report.num_denominators
+    assert "add up on all ranks" in report.verdict()
+    assert "been through" in report.verdict()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (without_the_second, "4 samples too few"),
+        (with_one_sample_twice, "as many samples as there should be, but wrong"),
+    ],
+)
+def test_what_a_mixture_has_not_exactly_once_is_found(mixture, tmp_path, fault, message):
+    loader = loader_of(mixture)
+    with pytest.raises(DesyncError, match=message), Ledger(tmp_path, loader) as ledger:
+        Trainer()(ledger, fault(windows(loader)))
+    assert not check_ledger(tmp_path, mixture).holds
+
+
+def test_denominators_and_steps_of_a_mixture(mixture, tmp_path):
+    loader, folder = loader_of(mixture), tmp_path / "ledger"
+    with Ledger(folder, loader) as ledger:
+        Trainer()(ledger, windows(loader), num_windows=4)
+    step = step_events(folder, mixture, 2)
+    held = [name for event in step.events for name in event.ids or ()]
+    assert (step.position, sorted(name.partition(":")[0] for name in held)) == (8, ["code", "web", "web", "web"])
+    sources = {
+        name: {"manifest": manifest.save(tmp_path / name).path, "weight": 1}
+        for name, manifest in zip(mixture.names, mixture.manifests, strict=True)
+    }
+    (tmp_path / "mixture.yaml").write_text(json.dumps({"sources": sources}))
+    arguments = ["audit", str(tmp_path / "mixture.yaml"), "--ledger", str(folder)]
+    result = CliRunner().invoke(main, [*arguments, "--step", "2"])
+    assert result.exit_code == 0, result.output
+    assert held[0] in result.output
+
+    def change(line):
+        if line.get("position") == 8 and "targets" in line:
+            line["targets"]["lm"][0] += 1
+        return line
+
+    edited(folder, "*0.jsonl", change)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 1
+    assert "position 8: head 'lm' was divided by" in result.output
 
 
 # ---------------------------------------------------------------------------------------------------- refusals
