@@ -90,7 +90,7 @@ def test_an_executor_of_another_make_names_the_shard_it_lost(tmp_path):
 
 
 def test_processes_that_cannot_start_are_no_fault_of_a_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardstream.index._look._start_worker", Deadly())
+    monkeypatch.setattr("shardstream.processes._start_worker", Deadly())
     with pytest.raises(ManifestError, match=r"cannot be started.*__main__"):
         list(look_at_all(tasks_of(tmp_path, 3, {}), 2, None))
 
