@@ -25,6 +25,7 @@ from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.mixed import plan_maker, source_heads
+from shardstream.torch.orphan import end_with_parent
 from shardstream.torch.packed import constant_targets, packed_assembly, packing_of
 from shardstream.torch.passes import Pass, Source, Worker, bundles
 from shardstream.torch.start import SharedStart
@@ -342,6 +343,7 @@ class StreamingDataset(IterableDataset[Batch]):
             self.say_cost(0 if info is None else info.num_workers)
         if info is None:
             return Pass(self._source, Worker(0, 1))
+        end_with_parent()
         worker = Worker(info.id, info.num_workers, self._start.begin(info.seed - info.id))
         return bundles(self._source, worker) if self._sends_bundles else Pass(self._source, worker)
 

@@ -118,3 +118,40 @@ def test_a_transform_that_fails_names_its_sample(start, num_workers):
     assert "part-00000.parquet, row 37" in err
     assert "left []" in out, out
     assert gone(children)
+
+
+_KILLED_BEFORE_ITS_WORKERS_ARE_READY = """
+import os, signal, sys, time
+from pathlib import Path
+from shardstream.torch import StreamingDataset, StreamingLoader, Topology
+
+def late(worker):
+    Path({folder!r}, str(os.getpid())).touch()
+    while os.getppid() == parent:
+        time.sleep(0.01)
+
+parent = os.getpid()
+if __name__ == "__main__":
+    dataset = StreamingDataset({path!r}, batch_size=2, topology=Topology(0, 1))
+    batches = iter(StreamingLoader(dataset, num_workers=2, worker_init_fn=late))
+    while len(os.listdir({folder!r})) < 2:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_when_their_parent_was_killed_before_they_were_ready(tmp_path):
+    """Found by tools/chaos.py: torch's watchdog took init for the parent, and the worker waited for ever."""
+    path = with_runs(parquet_manifest(tmp_path, [100], 20), 5).save(tmp_path / "m").path
+    folder, script = tmp_path / "workers", tmp_path / "job.py"
+    folder.mkdir()
+    script.write_text(_KILLED_BEFORE_ITS_WORKERS_ARE_READY.format(folder=str(folder), path=path))
+    killed = subprocess.run([sys.executable, str(script)], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    workers = [psutil.Process(int(each.name)) for each in folder.iterdir() if psutil.pid_exists(int(each.name))]
+    try:
+        assert gone(workers)
+    finally:
+        for worker in workers:
+            if worker.is_running():
+                worker.kill()
