@@ -6,10 +6,10 @@ Reading and writing the file is ``manifest_file``; making one from shards is ``i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
+
+AllowUrl: TypeAlias = "str | Iterable[str] | Callable[[str], bool] | None"
 
 MANIFEST_VERSION = 1
 
@@ -234,23 +236,31 @@ class Manifest:
         *,
         root: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        allow_url: AllowUrl = None,
     ) -> Manifest:
         """Reads a manifest file.
+
+        Shards must lie below the root: the one given here; else the one that the manifest names, if the manifest is a
+        local file, or the root is below the manifest's own folder or on the host it was read from. A manifest that
+        somebody else made is loaded with ``root``: then nothing elsewhere is read.
 
         Args:
             path: A local path or fsspec URL, as written by ``build_manifest`` or ``shardstream index``.
             root: Where the shards are now, if they were moved since.
             storage_options: Given to fsspec to open the manifest.
+            allow_url: Shards elsewhere that are accepted: a pattern of full locations (``"s3://bucket/*"``; ``*`` is
+                any text), several, or a callable of a full location.
 
         Returns:
             The manifest, its fingerprint checked against the file's.
 
         Raises:
-            ManifestError: If it is missing, not a manifest, of a newer version, or damaged.
+            ManifestError: If it is missing, not a manifest, of a newer version, or damaged, or names a shard that is
+                elsewhere.
         """
         from shardstream.manifest_file import load_manifest
 
-        return load_manifest(path, root=root, storage_options=storage_options)
+        return load_manifest(path, root=root, storage_options=storage_options, allow_url=allow_url)
 
     def save(
         self,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from shardstream.errors import PlanError
-from shardstream.manifest import Manifest
+from shardstream.manifest import AllowUrl, Manifest
 from shardstream.packing import Packing
 from shardstream.permutation import Int64Array, key64
 
@@ -98,7 +98,13 @@ class Mixture:
         object.__setattr__(self, "manifests", tuple(manifest for manifest, _ in sources.values()))
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Mixture:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        allow_url: AllowUrl = None,
+    ) -> Mixture:
         """Reads a mixture from a YAML file: ``sources``, ``schedule`` and ``stop_after`` (see ``mixture_of``).
 
         Raises:
@@ -107,7 +113,7 @@ class Mixture:
         """
         from shardstream.mixture_file import load_mixture
 
-        return load_mixture(path, storage_options=storage_options)
+        return load_mixture(path, storage_options=storage_options, allow_url=allow_url)
 
     def packed(self, name: str, packing: Packing | None) -> Packing | None:
         """Returns how a source is packed.

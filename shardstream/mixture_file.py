@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from shardstream.errors import PlanError
-from shardstream.manifest import Manifest
+from shardstream.manifest import AllowUrl, Manifest
 from shardstream.mixing import Mixture
 
 
-def load_mixture(path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None) -> Mixture:
+def load_mixture(
+    path: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, allow_url: AllowUrl = None
+) -> Mixture:
     """Reads a mixture's YAML file; see ``mixture_of``.
 
     Raises:
@@ -26,12 +28,14 @@ def load_mixture(path: str | os.PathLike[str], *, storage_options: Mapping[str, 
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PlanError("the mixture cannot be read", url=str(path), found=str(error)) from None
     try:
-        return mixture_of(settings, storage_options=storage_options)
+        return mixture_of(settings, storage_options=storage_options, allow_url=allow_url)
     except PlanError as error:
         raise PlanError(str(error), url=str(path)) from error
 
 
-def mixture_of(settings: Any, *, storage_options: Mapping[str, Any] | None = None) -> Mixture:
+def mixture_of(
+    settings: Any, *, storage_options: Mapping[str, Any] | None = None, allow_url: AllowUrl = None
+) -> Mixture:
     """Makes a mixture of plain values.
 
     Args:
@@ -40,6 +44,7 @@ def mixture_of(settings: Any, *, storage_options: Mapping[str, Any] | None = Non
             ``weights`` (name → weight); ``stop_after``: positions, or the name of a source. Relative paths of manifests
             count from the working directory.
         storage_options: Given to fsspec to open the manifests.
+        allow_url: Shards elsewhere that are accepted; see ``Manifest.load``.
 
     Raises:
         PlanError: If a key is missing or unknown, or a value is impossible.
@@ -51,7 +56,8 @@ def mixture_of(settings: Any, *, storage_options: Mapping[str, Any] | None = Non
         source = _section(f"source {name!r}", given, ("manifest", "weight"), ("packing",))
         if source.get("packing") is not None:
             packing[name] = source["packing"]
-        sources[name] = (Manifest.load(source["manifest"], storage_options=storage_options), source["weight"])
+        manifest = Manifest.load(source["manifest"], storage_options=storage_options, allow_url=allow_url)
+        sources[name] = (manifest, source["weight"])
     schedule = []
     for entry in whole.get("schedule") or ():
         change = _section("an entry of the schedule", entry, ("at", "weights"), ())

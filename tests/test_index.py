@@ -213,8 +213,10 @@ def test_shards_inside_an_archive(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         for name in ("a.parquet", "b.parquet"):
             archive.write(parquet(tmp_path / name), name)
-    build_manifest(f"zip://*.parquet::file://{tmp_path}/x.zip", tmp_path / "m", num_workers=0)
-    read = Manifest.load(tmp_path / "m")
+    archive = f"file://{tmp_path}/x.zip"
+    with pytest.warns(ShardStreamWarning, match=rf"allow_url=\*::{archive}$"):
+        build_manifest(f"zip://*.parquet::{archive}", tmp_path / "m", num_workers=0)
+    read = Manifest.load(tmp_path / "m", allow_url=f"*::{archive}")
     assert [read.url(k) for k in range(2)] == [f"zip://{name}.parquet::file://{tmp_path}/x.zip" for name in "ab"]
     assert read.num_samples == 8
 

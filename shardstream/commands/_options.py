@@ -47,6 +47,12 @@ storage_options = click.option(
     metavar="NAME=VALUE",
     help='Given to fsspec, e.g. anon=true or client_kwargs={"endpoint_url": "…"}. Repeatable.',
 )
+allow_url = click.option(
+    "--allow-url",
+    multiple=True,
+    metavar="PATTERN",
+    help="Accept shards of the manifest that are elsewhere, e.g. 's3://bucket/*'. Repeatable.",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 
 

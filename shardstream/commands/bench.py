@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._options import as_json, print_json, storage_options, warnings_shown
+from shardstream.commands._options import allow_url, as_json, print_json, storage_options, warnings_shown
 from shardstream.commands._tables import stdout, table
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ _SETTINGS = ("batch_size", "world_size", "lanes", "num_threads", "num_cores")
     "--seconds", type=click.FloatRange(min=0, min_open=True), default=15.0, show_default=True, help="In all, about."
 )
 @storage_options
+@allow_url
 @as_json
 def bench(manifest_path: str, **options: Any) -> None:
     """Measure how fast MANIFEST can feed a job on this machine, and say what limits it.
@@ -47,7 +48,8 @@ def bench(manifest_path: str, **options: Any) -> None:
     from shardstream.fetch import Reading
 
     with warnings_shown(quiet=options["as_json"]):
-        manifest = Manifest.load(manifest_path, storage_options=options["storage_options"])
+        about = {name: options[name] for name in ("storage_options", "allow_url")}
+        manifest = Manifest.load(manifest_path, **about)
         plan = Plan.make(
             manifest,
             batch_size=options["batch_size"],

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._options import as_json, print_json, storage_options
+from shardstream.commands._options import allow_url, as_json, print_json, storage_options
 from shardstream.commands._tables import escaped, table
 
 if TYPE_CHECKING:
@@ -20,12 +20,20 @@ if TYPE_CHECKING:
 @click.argument("manifest_path", metavar="MANIFEST")
 @click.option("--shards", "with_shards", is_flag=True, help="List every shard.")
 @storage_options
+@allow_url
 @as_json
-def inspect(manifest_path: str, storage_options: dict[str, Any], *, with_shards: bool, as_json: bool) -> None:
+def inspect(
+    manifest_path: str,
+    storage_options: dict[str, Any],
+    allow_url: tuple[str, ...],
+    *,
+    with_shards: bool,
+    as_json: bool,
+) -> None:
     """Show what MANIFEST holds: totals, schema, shards, blocks and runs, and what makes it dear to read."""
     from shardstream.manifest import Manifest
 
-    manifest = Manifest.load(manifest_path, storage_options=storage_options)
+    manifest = Manifest.load(manifest_path, storage_options=storage_options, allow_url=allow_url)
     described = describe(manifest, with_shards=with_shards)
     if as_json:
         print_json(described)

@@ -15,7 +15,7 @@ from shardstream import storage
 from shardstream.errors import ShardStreamWarning, shown_url
 from shardstream.formats import RUN_NUM_BYTES
 from shardstream.index._collect import Collected, IndexPlan, IndexProgress, index_options
-from shardstream.index._expand import NUM_SHOWN, Shards, expand_shards, some
+from shardstream.index._expand import NUM_SHOWN, Shards, expand_shards, find_shards, some
 from shardstream.index._look import look_at_all
 from shardstream.manifest import Manifest
 from shardstream.manifest_file import DatasetInfo, ManifestWriter, load_manifest, write_manifest
@@ -95,12 +95,12 @@ def build_manifest(
     """
     settings = settings or IndexSettings()
     options = dict(storage_options or {})
-    old = load_manifest(update, storage_options=options) if isinstance(update, (str, os.PathLike)) else update
+    old = update if update is None or isinstance(update, Manifest) else _old(update, options)
     files = [os.fspath(path) for path in (output, None if old is None else old.path) if path is not None]
-    urls = expand_shards(shards, options, keep_order=keep_order, leave_out=[storage.absolute(file) for file in files])
+    found = find_shards(shards, options, keep_order=keep_order, leave_out=[storage.absolute(file) for file in files])
     looked = index_options(old, tokens_column, targets, settings.ignore_index, settings.pack, settings.tokens_dtype)
-    plan = IndexPlan.make(urls, old, looked, options, allow_vanished=settings.allow_vanished)
-    collected = Collected(plan)
+    plan = IndexPlan.make(found.urls, old, looked, options, allow_vanished=settings.allow_vanished)
+    collected = Collected(plan, found.num_samples)
 
     def fill(writer: ManifestWriter) -> DatasetInfo:
         for finding in look_at_all(plan.tasks, num_workers, settings.executor):
@@ -110,7 +110,7 @@ def build_manifest(
         return collected.finish()
 
     manifest = write_manifest(fill, output, overwrite=overwrite, storage_options=options)
-    for text in [*_grouped(collected.warnings), *advice(manifest)]:
+    for text in [*_grouped(collected.warnings), *advice(manifest), *_places(manifest)]:
         warnings.warn(text, ShardStreamWarning, stacklevel=2)
     return manifest
 
@@ -130,6 +130,23 @@ def advice(manifest: Manifest) -> list[str]:
         "its beginning; write smaller row groups, or tars of zstd frames of a few MiB"
     )
     return [text]
+
+
+def _old(path: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> Manifest:
+    """An older manifest; wherever its shards are, only those are read that are named here as well."""
+    return load_manifest(path, storage_options=storage_options, allow_url="*")
+
+
+def _places(manifest: Manifest) -> list[str]:
+    """What to know of shards that have no common root."""
+    if manifest.root or manifest.path is None:
+        return []
+    chained = (f"*::{url.partition('::')[2]}" if storage.is_chain(url) else None for url in manifest.urls)
+    patterns = (chain or f"{storage.folder_of(url)}/*" for url, chain in zip(manifest.urls, chained, strict=True))
+    allow = some(list(dict.fromkeys(patterns)))
+    return [
+        f"the shards have no common folder: whoever loads the manifest must allow where they are, allow_url={allow}"
+    ]
 
 
 def _grouped(texts: Sequence[tuple[str, str]]) -> list[str]:

@@ -21,9 +21,10 @@ import pyarrow.parquet as pq
 
 from shardstream import storage
 from shardstream.errors import ManifestError, ReadError, shown_url
-from shardstream.manifest import MANIFEST_VERSION, ColumnSchema, Int64Array, Manifest
+from shardstream.manifest import MANIFEST_VERSION, AllowUrl, ColumnSchema, Int64Array, Manifest
 from shardstream.manifest_file._flat import list_lengths, list_values, typed
 from shardstream.manifest_file._lists import ParquetLists
+from shardstream.manifest_file._places import check_places, is_below, is_trusted_root
 from shardstream.manifest_file._schema import COLUMNS, LIST_TYPES, METADATA_KEY, is_list_name
 from shardstream.manifest_file._writer import DatasetInfo, ManifestWriter, ShardRow
 
@@ -45,7 +46,11 @@ _ABOUT = ("root", "root_is_relative", "columns", "arrow_schema", "tokens_column"
 
 
 def load_manifest(
-    path: str | os.PathLike[str], root: str | None = None, *, storage_options: Options | None = None
+    path: str | os.PathLike[str],
+    root: str | None = None,
+    *,
+    storage_options: Options | None = None,
+    allow_url: AllowUrl = None,
 ) -> Manifest:
     """Reads a manifest file: the columns that a ``Manifest`` holds; lists stay where they are.
 
@@ -53,12 +58,14 @@ def load_manifest(
         path: A local path or fsspec URL.
         root: Where the shards are now, if they were moved since.
         storage_options: Given to fsspec.
+        allow_url: Shards elsewhere that are accepted; see ``Manifest.load``.
 
     Returns:
         The manifest, checked against its own counts and fingerprint.
 
     Raises:
-        ManifestError: If it is missing, not a manifest, of a newer version, or damaged.
+        ManifestError: If it is missing, not a manifest, of a newer version, or damaged, or names a shard that is
+            elsewhere.
         ReadError: If storage failed.
     """
     url = storage.absolute(os.fspath(path))
@@ -93,6 +100,7 @@ def load_manifest(
     _check_counts(url, manifest, arrays["num_samples"].to_numpy())
     if manifest.fingerprint != about["fingerprint"]:
         raise _damaged(url, expected=f"fingerprint {about['fingerprint']}", found=manifest.fingerprint)
+    check_places(manifest, allow_url, is_trusted_root=root is not None or _may_name_root(url, about))
     return manifest
 
 
@@ -206,6 +214,13 @@ def _root(url: str, about: Mapping[str, Any]) -> str:
         return str(about["root"])
     folder = storage.folder_of(url)
     return folder if about["root"] == "." else f"{folder}/{about['root']}"
+
+
+def _may_name_root(url: str, about: Mapping[str, Any]) -> bool:
+    root = str(about["root"])
+    if about["root_is_relative"]:
+        return is_below(root, is_path=storage.local_path(url) is not None)
+    return is_trusted_root(root, url)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading

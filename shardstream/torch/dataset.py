@@ -15,7 +15,7 @@ from shardstream.audit.advice import startup_warnings
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError, ShardStreamWarning
 from shardstream.fetch import Reading, ReadStats
-from shardstream.manifest import Manifest
+from shardstream.manifest import AllowUrl, Manifest
 from shardstream.mixing import Mixture
 from shardstream.mixture_layout import manifests_of, shared_columns
 from shardstream.mixture_plan import AnyPlan
@@ -70,6 +70,7 @@ class StreamingDataset(IterableDataset[Batch]):
         topology: Rank and world size; found in the process group or the launcher's variables by default. A trainer that
             splits the stream among ranks itself must be given all of it: ``Topology(rank=0, world_size=1)``.
         reading: Threads, look-ahead, storage options.
+        allow_url: Shards elsewhere that the manifest may name; see ``Manifest.load``.
 
     Raises:
         PlanError: If settings do not fit together.
@@ -104,9 +105,12 @@ class StreamingDataset(IterableDataset[Batch]):
         packing: Packing | PackingMode | None = None,
         topology: Topology | None = None,
         reading: Reading | None = None,
+        allow_url: AllowUrl = None,
     ) -> None:
         super().__init__()
-        self.data = manifest if isinstance(manifest, (Manifest, Mixture)) else Manifest.load(manifest)
+        if not isinstance(manifest, (Manifest, Mixture)):
+            manifest = Manifest.load(manifest, allow_url=allow_url)
+        self.data = manifest
         self.columns = None if columns is None else tuple(columns)
         self.reading = reading or Reading()
         self.stats = ReadStats()
