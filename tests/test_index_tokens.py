@@ -45,6 +45,21 @@ def test_counts_of_runs(tmp_path, kind):
         assert counts[f"parts.7{end}"].tolist() == parts
 
 
+def test_lists_of_a_fixed_size_are_counted_by_the_footer(tmp_path, monkeypatch):
+    """Where no list is null; then nothing is decoded."""
+    counts, names = [], ["token_lengths", "run_num_tokens", "run_num_documents", "parts.7+eos"]
+    for folder, lengths in (("all", [9] * 23), ("nulls", [9] * 11 + [None] + [9] * 11)):
+        manifest = token_manifest(tmp_path / folder, lengths, "fixed-size list", pack=[7])
+        counts.append(manifest.lists.read_all(names))
+    assert counts[0]["run_num_tokens"].sum() == counts[1]["run_num_tokens"].sum() + 9 == 23 * 9
+    assert counts[1]["token_lengths"].tolist() == [9] * 11 + [0] + [9] * 11
+    monkeypatch.delattr("shardstream.formats.parquet._tables")
+    again = token_manifest(tmp_path / "all", [9] * 23, "fixed-size list", pack=[7]).lists.read_all(names)
+    assert {name: found.tolist() for name, found in again.items()} == {n: c.tolist() for n, c in counts[0].items()}
+    with pytest.raises(NameError):
+        token_manifest(tmp_path / "nulls", [9] * 11 + [None] + [9] * 11, "fixed-size list")
+
+
 def test_a_manifest_file_keeps_the_counts_and_an_update_goes_on_with_them(tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()

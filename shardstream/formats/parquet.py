@@ -296,6 +296,11 @@ def _count(
     valid: dict[str, list[Any]] = {head: [] for head in options.targets}
     groups = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
     for group, step in zip(groups, run_rows, strict=True):
+        if size := _size_of_all_lists(metadata.row_group(group), schema, options):
+            num_rows = metadata.row_group(group).num_rows
+            sizes, is_document = np.full(num_rows, size, np.int32), np.ones(num_rows, np.bool_)
+            documents += [RunLengths(sizes[k : k + step], is_document[k : k + step]) for k in range(0, num_rows, step)]
+            continue
         try:
             with _opened(_unindexed(url, metadata, group, names, num_bytes, storage_options), metadata) as file:
                 for table in _tables(file, group, names, step):
@@ -310,6 +315,20 @@ def _count(
     if options.tokens_column is not None:
         counts |= token_counts(documents, options.pack)
     return counts
+
+
+def _size_of_all_lists(group: pq.RowGroupMetaData, schema: pa.Schema, options: IndexOptions) -> int:
+    """How many tokens each row has, where the footer tells: lists of a fixed size, none of them null; else 0.
+
+    Of other lists only a row group's total stands in the footer, and pyarrow has no way to their lengths but decoding.
+    """
+    name = options.tokens_column
+    kind = None if name is None else schema.field(name).type
+    if kind is None or options.targets or not pa.types.is_fixed_size_list(kind) or kind.list_size == 1:
+        return 0  # of lists of one a null is as many values as a list
+    chunks = [group.column(place) for place in range(group.num_columns)]
+    num_values = sum(chunk.num_values for chunk in chunks if chunk.path_in_schema.startswith(f"{name}."))
+    return int(kind.list_size) if num_values == group.num_rows * kind.list_size else 0
 
 
 def _unindexed(
