@@ -107,6 +107,8 @@ LISTS = {
     "frame_offsets": np.array([0, 100], np.int64),
     "frame_data_offsets": np.array([0, 1000], np.int64),
     "footer": b"\x00PAR1",
+    "block_checksum": [b"\x00" * 16, b"\xff" * 16],
+    "rest_checksum": b"\x80" * 16,
 }
 
 

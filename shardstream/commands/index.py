@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 )
 @click.option("--ignore-index", type=int, help="The label that is no target.  [default: -100]")
 @click.option("--keep-order", is_flag=True, help="Keep the shards in the order named, not sorted by full path.")
+@click.option(
+    "--checksum",
+    is_flag=True,
+    help="Hash every byte, so that `shardstream verify` can prove the content.  [default: as with --update]",
+)
 @click.option("--update", metavar="OLD", help="Older manifest: re-read only changed shards, append new ones.")
 @click.option("--allow-vanished", is_flag=True, help="With --update: leave out shards that are not named any more.")
 @click.option("--overwrite", is_flag=True, help="Replace another manifest at OUTPUT.")
@@ -59,6 +64,7 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
     options["targets"] = options["targets"] or None
     given = {name: options.pop(name) for name in ("ignore_index", "allow_vanished", "tokens_dtype", "pack")}
     given["pack"] = given["pack"] or None
+    given["checksum"] = options.pop("checksum") or None
     with warnings_shown(quiet=quiet) as shown, _progress(hidden=quiet) as progress:
         settings = IndexSettings(progress=progress, **given)
         manifest = build_manifest(shards, output, settings=settings, **options)

@@ -51,6 +51,7 @@ class IndexOptions:
         run_num_bytes: Decoded size of a run.
         pack: Sequence lengths for which sequences of whole documents, and of unpacked ones, are counted.
         tokens_dtype: Type of raw token bytes, in tars.
+        checksum: Whether every byte is hashed, block by block.
     """
 
     tokens_column: str | None = None
@@ -59,6 +60,7 @@ class IndexOptions:
     run_num_bytes: int = RUN_NUM_BYTES
     pack: tuple[int, ...] = ()
     tokens_dtype: str | None = None
+    checksum: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +127,11 @@ class Shard:
 
 
 class Format(Protocol):
-    """What a format must do. ``FormatTests`` in ``tests/formats/conformance.py`` checks it."""
+    """What a format must do. ``FormatTests`` in ``tests/formats/conformance.py`` checks it.
+
+    One whose shards are indexed from their own bytes alone says ``is_self_contained = True``: such a shard may be
+    indexed from a copy.
+    """
 
     def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
         """Reads what is needed to know every block of a shard.

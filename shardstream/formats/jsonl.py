@@ -54,6 +54,8 @@ class JsonLinesFormat:
         ([2], [('x', 'int64'), ('y', 'string')])
     """
 
+    is_self_contained = True
+
     def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
         """Reads the shard once, front to back, and finds lines, columns and types.
 

@@ -53,6 +53,8 @@ class ParquetFormat:
         [2, 1]
     """
 
+    is_self_contained = True
+
     def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
         """Reads the footer and, if counts per sample are asked for, the columns they need.
 

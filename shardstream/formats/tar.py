@@ -47,6 +47,8 @@ class TarFormat:
     refused, because a damaged header looks the same; a missing end mark is a warning.
     """
 
+    is_self_contained = True
+
     def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
         """Lists all members: of a local plain tar by its headers, of any other by reading it once, front to back.
 

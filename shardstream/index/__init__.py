@@ -36,6 +36,8 @@ class IndexSettings:
         allow_vanished: With ``update``: leave out shards that are no longer named. Ids of samples after them change.
         pack: Sequence lengths for which sequences of documents are counted (``packing="whole"`` and ``"unpacked"``).
         tokens_dtype: In tars, where the tokens column is a field of raw little-endian numbers: their type.
+        checksum: Hash every byte, block by block, so that ``verify_manifest`` can prove the content. A remote shard is
+            copied to a temporary file and read there, so that it is fetched once. Default: as the updated manifest.
     """
 
     ignore_index: int | None = None
@@ -44,6 +46,7 @@ class IndexSettings:
     allow_vanished: bool = False
     pack: Sequence[int] | None = None
     tokens_dtype: str | None = None
+    checksum: bool | None = None
 
 
 def build_manifest(
@@ -98,7 +101,15 @@ def build_manifest(
     old = update if update is None or isinstance(update, Manifest) else _old(update, options)
     files = [os.fspath(path) for path in (output, None if old is None else old.path) if path is not None]
     urls = expand_shards(shards, options, keep_order=keep_order, leave_out=[storage.absolute(file) for file in files])
-    looked = index_options(old, tokens_column, targets, settings.ignore_index, settings.pack, settings.tokens_dtype)
+    looked = index_options(
+        old,
+        tokens_column,
+        targets,
+        settings.ignore_index,
+        settings.pack,
+        settings.tokens_dtype,
+        checksum=settings.checksum,
+    )
     plan = IndexPlan.make(urls, old, looked, options, allow_vanished=settings.allow_vanished)
     collected = Collected(plan)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardstream import storage
+from shardstream.checksums import ALGORITHM
 from shardstream.errors import ManifestError
 from shardstream.fitting import TOKENS_DTYPES, sequence_counts_name
 from shardstream.formats import IndexOptions
@@ -138,6 +139,7 @@ class Collected:
                 "ignore_index": looked.ignore_index,
                 **({"pack": list(looked.pack)} if looked.pack else {}),
                 **({"tokens_dtype": looked.tokens_dtype} if looked.tokens_dtype else {}),
+                **({"checksum": ALGORITHM} if looked.checksum else {}),
             },
         )
 
@@ -176,6 +178,8 @@ def index_options(
     ignore_index: int | None = None,
     pack: Sequence[int] | None = None,
     tokens_dtype: str | None = None,
+    *,
+    checksum: bool | None = None,
 ) -> IndexOptions:
     """Returns what indexing looks at; what is not said is as in the old manifest.
 
@@ -189,6 +193,7 @@ def index_options(
         ignore_index=before.get("ignore_index", -100) if ignore_index is None else ignore_index,
         pack=tuple(sorted(set(before.get("pack", ()) if pack is None else pack))),
         tokens_dtype=tokens_dtype or before.get("tokens_dtype"),
+        checksum=before.get("checksum") == ALGORITHM if checksum is None else checksum,
     )
     if looked.tokens_column is None and (looked.pack or looked.tokens_dtype):
         raise ManifestError("pack and tokens_dtype say how tokens are counted", hint="name the tokens_column, too")

@@ -8,16 +8,34 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from shardstream import storage
 from shardstream.errors import ManifestError, ShardStreamError
 from shardstream.formats import IndexOptions, ShardIndex, format_of
+from shardstream.index._checksums import indexed_with_checksums
 from shardstream.processes import interrupts_held, num_cores, pool_of
 
 _FEW_SHARDS = 16
 _FEW_BYTES = 256 << 20
 _UNDER_WAY = 4  # results per worker that may wait for an earlier one
+
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Task(Protocol[T_co]):
+    """What to find out about one shard; travels to other processes."""
+
+    @property
+    def url(self) -> str:
+        """The shard's absolute location."""
+        ...
+
+    def find(self) -> T_co:
+        """Finds it out; what it raises becomes a ``Fault``."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +54,15 @@ class Look:
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     known_tag: str | None = None
 
+    def find(self) -> ShardIndex | Unchanged:
+        """Indexes the shard."""
+        if self.known_tag is not None and storage.stat(self.url, self.storage_options).version_tag == self.known_tag:
+            return Unchanged()
+        format_ = format_of(self.url)
+        if self.options.checksum:
+            return indexed_with_checksums(format_, self.url, self.options, self.storage_options)
+        return format_.index_shard(self.url, self.options, self.storage_options)
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -52,12 +79,10 @@ class Unchanged:
 Finding = ShardIndex | Fault | Unchanged
 
 
-def look(task: Look) -> Finding:
+def look(task: Task[T]) -> T | Fault:
     """Looks at one shard. Never raises for what is wrong with it, so that all get looked at."""
     try:
-        if task.known_tag is not None and storage.stat(task.url, task.storage_options).version_tag == task.known_tag:
-            return Unchanged()
-        return format_of(task.url).index_shard(task.url, task.options, task.storage_options)
+        return task.find()
     except ShardStreamError as error:
         return Fault(str(error))
     except Exception as error:  # noqa: BLE001 - a reader tripped over this shard: it is named like any bad one
@@ -66,7 +91,7 @@ def look(task: Look) -> Finding:
         )
 
 
-def look_at_all(tasks: Sequence[Look], num_workers: int | None, executor: Executor | None) -> Iterator[Finding]:
+def look_at_all(tasks: Sequence[Task[T]], num_workers: int | None, executor: Executor | None) -> Iterator[T | Fault]:
     """Yields what is found, in the order of the tasks; about four results per worker are held.
 
     A shard that kills the process that looks at it (a library that aborts, memory that runs out) is a fault like any
@@ -121,9 +146,9 @@ def default_num_workers(urls: Sequence[str]) -> int:
     return min(most, len(urls))
 
 
-def _given(tasks: Sequence[Look], executor: Executor, limit: int) -> Generator[Finding, None, None]:
+def _given(tasks: Sequence[Task[T]], executor: Executor, limit: int) -> Generator[T | Fault, None, None]:
     """On an executor that is left running."""
-    under_way: deque[Future[Finding]] = deque()
+    under_way: deque[Future[T | Fault]] = deque()
     try:
         yield from _in_order(executor.submit, tasks, limit, under_way)
     finally:
@@ -131,15 +156,15 @@ def _given(tasks: Sequence[Look], executor: Executor, limit: int) -> Generator[F
             future.cancel()
 
 
-def _pooled(tasks: Sequence[Look], num_workers: int, limit: int) -> Generator[Finding, None, None]:
+def _pooled(tasks: Sequence[Task[T]], num_workers: int, limit: int) -> Generator[T | Fault, None, None]:
     """In processes of our own. The pool cancels what is under way: it must not find it cancelled when it is ended."""
     with pool_of(num_workers) as pool:
         yield from _in_order(pool.submit, tasks, limit, deque())
 
 
 def _in_order(
-    submit: Callable[..., Future[Finding]], tasks: Sequence[Look], limit: int, under_way: deque[Future[Finding]]
-) -> Iterator[Finding]:
+    submit: Callable[..., Future[T | Fault]], tasks: Sequence[Task[T]], limit: int, under_way: deque[Future[T | Fault]]
+) -> Iterator[T | Fault]:
     waiting = iter(tasks)
     for task in tasks:
         with interrupts_held():
@@ -150,7 +175,7 @@ def _in_order(
         yield _result(under_way.popleft(), next(waiting))
 
 
-def _result(future: Future[Finding], task: Look) -> Finding:
+def _result(future: Future[T | Fault], task: Task[T]) -> T | Fault:
     """What was found, or what became of the task on an executor of which we know nothing."""
     try:
         return future.result()
@@ -161,7 +186,7 @@ def _result(future: Future[Finding], task: Look) -> Finding:
         return Fault(str(ManifestError("the executor did not look at the shard", url=task.url, found=found)))
 
 
-def _one_by_one(tasks: Sequence[Look]) -> Generator[Finding, None, None]:
+def _one_by_one(tasks: Sequence[Task[T]]) -> Generator[T | Fault, None, None]:
     """In one process, which is replaced when a shard kills it."""
     left = deque(tasks)
     while left:

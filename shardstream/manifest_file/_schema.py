@@ -34,6 +34,8 @@ LIST_TYPES = {
     "frame_offsets": pa.list_(pa.int64()),
     "frame_data_offsets": pa.list_(pa.int64()),
     "footer": pa.binary(),
+    "block_checksum": pa.list_(pa.binary()),
+    "rest_checksum": pa.binary(),
 }
 _TARGETS = "targets."  # one list per head: valid targets of each sample
 # One list per sequence length, with and without ends of documents: sequences of each run.

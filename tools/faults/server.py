@@ -27,12 +27,13 @@ class FaultyServer:
     Attributes:
         url: Its address, without a slash at the end.
         counts: How often each fault was met, and under ``"good"`` how many requests met none.
+        num_bytes: Bytes of bodies that were sent.
     """
 
     def __init__(self, origin: Origin, faults: Faults | None = None, *, keeps_listings: bool = False) -> None:
         self.faults = faults or Faults()
         self.counts: Counter[str] = Counter()
-        self.url = ""
+        self.url, self.num_bytes = "", 0
         self._origin, self._keeps_listings = origin, keeps_listings
         self._listings: dict[str, Answer] = {}
         self._loop = asyncio.new_event_loop()
@@ -100,6 +101,7 @@ class FaultyServer:
             return True
         body = sent.answer.body
         writer.write(body[: sent.num_bytes])
+        self.num_bytes += len(body[: sent.num_bytes])
         await writer.drain()
         if sent.then == "stall":
             await asyncio.sleep(float("inf"))
