@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -24,6 +24,7 @@ import numpy as np
 from shardstream.ahead import BlocksAhead
 from shardstream.columns import Rows, slice_rows
 from shardstream.errors import DecodeError, ReadError, ShardStreamError
+from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RunKey
 from shardstream.memory import fitted, most_batches
@@ -47,6 +48,8 @@ class Fetched(NamedTuple):
     sample_ids: Int64Array
     """int64[n]."""
     rows: Rows
+    faults: Mapping[int, Exception] = NO_FAULTS
+    """Row → why it could not be made; see ``Made``."""
 
 
 class Gathered(NamedTuple):
@@ -56,13 +59,16 @@ class Gathered(NamedTuple):
     sample_ids: Int64Array
     """int64[n], of all their rows."""
     rows: Rows
+    faults: Mapping[int, Exception] = NO_FAULTS
+    """Row → why it could not be made; see ``Made``."""
 
     def micro_batches(self) -> Iterator[Fetched]:
         """Yields each micro-batch with its rows, as views."""
         begin = 0
         for batch in self.batches:
             end = begin + len(batch.positions)
-            yield Fetched(batch, self.sample_ids[begin:end], slice_rows(self.rows, begin, end))
+            faults = {row - begin: error for row, error in self.faults.items() if begin <= row < end}
+            yield Fetched(batch, self.sample_ids[begin:end], slice_rows(self.rows, begin, end), faults)
             begin = end
 
 
@@ -74,6 +80,7 @@ def fetch(
     reading: Reading | None = None,
     stats: ReadStats | None = None,
     num_workers: int = 1,
+    finds_faults: bool = False,
 ) -> Generator[Gathered, None, None]:
     """Reads planned micro-batches, in order, ahead of the consumer, several at a time.
 
@@ -86,6 +93,7 @@ def fetch(
         reading: Threads, look-ahead, storage options.
         stats: Is counted up.
         num_workers: Among how many workers the rank's micro-batches are dealt.
+        finds_faults: Whether rows that cannot be decoded are told in ``faults``, instead of raising why.
 
     Yields:
         Gathers: the first holds one micro-batch, later ones more.
@@ -101,7 +109,7 @@ def fetch(
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
     gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)  # its own: decoding need not wait for copies
     ranges = reading.ranges(manifests_of(plan), stats, num_workers)
-    runs = _OpenRuns(layout, reading, pool, stats, ranges)
+    runs = _OpenRuns(layout, reading, pool, stats, ranges, finds_faults=finds_faults)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
     if runs.ahead is not None:
@@ -113,7 +121,7 @@ def fetch(
         while ahead:
             started = ahead.popleft()
             try:
-                gathered = started.rows.result(reading.timeout_s)
+                gathered, faults = started.made.result(reading.timeout_s)
             except FutureTimeoutError:
                 is_late = True
                 raise _too_late(layout, started, reading.timeout_s) from None
@@ -122,7 +130,7 @@ def fetch(
             runs.release(started.planned.keys)
             stats.num_samples += gathered.num_rows
             stats.num_bytes += gathered.num_bytes
-            yield Gathered(started.planned.batches, started.planned.sample_ids, gathered)
+            yield Gathered(started.planned.batches, started.planned.sample_ids, gathered, faults)
     finally:
         # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
         # one of a pool must not wait for a pool.
@@ -139,7 +147,7 @@ def fetch(
 
 class _Gather(NamedTuple):
     planned: Planned
-    rows: Future[Rows]
+    made: Future[Made]
 
 
 def _gathers(
@@ -155,10 +163,18 @@ def _gathers(
 
 def _start(planned: Planned, runs: _OpenRuns, gathering: ThreadPoolExecutor) -> _Gather:
     runs.epoch = planned.batches[0].epoch
-    futures = [runs.acquire(key) for key in planned.keys]
+    futures = {key: runs.acquire(key) for key in planned.keys}
 
-    def read() -> Rows:
-        return planned.make([future.result()[0] for future in futures])
+    def run_of(key: RunKey) -> Any:
+        return runs.prepared(key, futures[key])
+
+    def read() -> Made:
+        try:
+            return Made(planned.make([run_of(key) for key in planned.keys]))
+        except DecodeError as error:
+            if not runs.finds_faults or not is_of_data(error):
+                raise
+        return made_without_faults(runs.layout, planned, run_of)
 
     return _Gather(planned, gathering.submit(read))
 
@@ -199,8 +215,10 @@ class _OpenRuns:
         pool: ThreadPoolExecutor,
         stats: ReadStats,
         ranges: Ranges | None,
+        *,
+        finds_faults: bool,
     ) -> None:
-        self._layout, self._options = layout, reading.storage_options
+        self.layout, self._options, self.finds_faults = layout, reading.storage_options, finds_faults
         self._pool, self._stats, self._ranges = pool, stats, ranges
         self.ahead = (
             None
@@ -218,6 +236,15 @@ class _OpenRuns:
             held = self._held[key] = self._open(key)
         held.num_users += 1
         return held.opened
+
+    def prepared(self, key: RunKey, opened: _Opened) -> Any:
+        """Returns the run as the layout prepared it, or what stands for one that cannot be decoded."""
+        try:
+            return opened.result()[0]
+        except DecodeError as error:
+            if not self.finds_faults or not is_of_data(error):
+                raise
+            return self.layout.undecodable(key, error)
 
     def release(self, keys: Iterable[RunKey]) -> None:
         """Gives runs back; those that nobody holds any more are dropped, their streams closed."""
@@ -244,7 +271,7 @@ class _OpenRuns:
         return _Held(self._pool.submit(self._first_run, key))
 
     def _first_run(self, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        shard, columns = self._shard_of(key), self._layout.source(key)[1]
+        shard, columns = self._shard_of(key), self.layout.source(key)[1]
         if self.ahead is not None:
             self.ahead.wait(key)
         format_ = format_of("." + shard.manifest.formats[shard.index])
@@ -254,22 +281,27 @@ class _OpenRuns:
         return advanced
 
     def _shard_of(self, key: RunKey) -> Shard:
-        manifest, _ = self._layout.source(key)
+        manifest, _ = self.layout.source(key)
         shard = int(manifest.shard_of_block(np.array(key.block)))
         if (key.source, shard) not in self._shards:
             self._shards[key.source, shard] = Shard(manifest, shard, self._options, self._ranges)
         return self._shards[key.source, shard]
 
     def _next_run(self, before: _Opened, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        return self._advanced(before.result()[1], key)
+        try:
+            return self._advanced(before.result()[1], key)
+        except DecodeError:
+            if not self.finds_faults:
+                raise
+        return self._first_run(key)  # what is at fault must not depend on who read the run before
 
     def _advanced(self, stream: Generator[Rows, None, None], key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        block, run, (manifest, _) = key.block, key.run, self._layout.source(key)
+        block, run, (manifest, _) = key.block, key.run, self.layout.source(key)
         try:
             rows = next(stream)
             if (run + 1) * int(manifest.block_run_rows[block]) >= int(manifest.block_rows[block]):
                 stream.close()  # the block's last run: its file need not stay open as long as its rows
-            return self._layout.prepared(key, rows), stream
+            return self.layout.prepared(key, rows), stream
         except ShardStreamError:
             stream.close()
             raise

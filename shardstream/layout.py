@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from shardstream.columns import Rows, gather
+from shardstream.errors import DecodeError
 from shardstream.manifest import Manifest
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan, PlannedBatch
@@ -64,6 +65,14 @@ class Layout(Protocol):
         """Returns what is held of a run; called once, in a thread of the pool, when it has been read."""
         ...
 
+    def undecodable(self, key: RunKey, error: DecodeError) -> Any:
+        """Returns what stands for a run that cannot be decoded, where rows without it are wanted.
+
+        Raises:
+            DecodeError: The given one, where nothing does: rows that need the run cannot be made.
+        """
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class RowsLayout:
@@ -101,6 +110,10 @@ class RowsLayout:
     def prepared(self, key: RunKey, rows: Rows) -> Rows:  # noqa: ARG002 - other layouts need it
         """Returns the rows themselves."""
         return rows
+
+    def undecodable(self, key: RunKey, error: DecodeError) -> Rows:  # noqa: ARG002 - other layouts need it
+        """Raises the error: nothing stands for rows."""
+        raise error
 
 
 def _by_first_use(codes: Int64Array) -> tuple[list[int], Int64Array]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardstream.columns import Dense, Rows, gather
-from shardstream.errors import PlanError
+from shardstream.errors import DecodeError, PlanError
 from shardstream.layout import Layout, Planned, RowsLayout, RunKey
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
@@ -118,6 +118,10 @@ class MixtureLayout:
         """Returns what the source's layout holds of a run."""
         return self.layouts[key.source].prepared(key, rows)
 
+    def undecodable(self, key: RunKey, error: DecodeError) -> Any:
+        """Returns what the source's layout has for a run that cannot be decoded, or raises the error."""
+        return self.layouts[key.source].undecodable(key, error)
+
     def _made(self, runs: Sequence[Any], *, parts: list[_Part]) -> Rows:
         made, used = [], 0
         for part in parts:
@@ -133,14 +137,20 @@ class MixtureLayout:
         return replace(joined, columns={**joined.columns, SOURCE: Dense(source)})
 
 
-def layout_of(plan: AnyPlan, columns: Sequence[str] | None, ignore_index: int = -100) -> Layout:
+def layout_of(
+    plan: AnyPlan, columns: Sequence[str] | None, ignore_index: int = -100, *, finds_faults: bool = False
+) -> Layout:
     """Returns what the rows of a plan's batches are.
 
     Args:
         plan: The plan.
         columns: Columns to read, or of packed sequences those to make; None for all.
         ignore_index: The label of what is no target.
+        finds_faults: Whether packed sequences are made of documents that cannot be decoded, too, their targets masked.
     """
     if isinstance(plan, MixturePlan):
-        return MixtureLayout(plan, tuple(layout_of(each, columns, ignore_index) for each in plan.plans))
-    return RowsLayout(plan, columns) if plan.packed is None else PackedLayout(plan, ignore_index, columns)
+        layouts = (layout_of(each, columns, ignore_index, finds_faults=finds_faults) for each in plan.plans)
+        return MixtureLayout(plan, tuple(layouts))
+    if plan.packed is None:
+        return RowsLayout(plan, columns)
+    return PackedLayout(plan, ignore_index, columns, finds_faults)

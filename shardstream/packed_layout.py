@@ -15,6 +15,7 @@ from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, PlanError
 from shardstream.layout import Planned, RunKey
 from shardstream.manifest import Manifest
+from shardstream.packed_faults import FAULTS, blank_run, faults_of, with_faults, without_holes
 from shardstream.packed_run import PackedRun, packed_run
 from shardstream.packing import Packed, PackedOrder, Packing, Pieces
 from shardstream.permutation import Int64Array
@@ -41,6 +42,8 @@ class PackedLayout:
         plan: A plan with a packing.
         ignore_index: The label of what is no target.
         wanted: Which of ``COLUMNS`` to make; None for all.
+        finds_faults: Whether documents that cannot be decoded are told in a column ``FAULTS``, their targets masked,
+            instead of raising what they fail with.
 
     Raises:
         PlanError: If a column is wanted that sequences do not have.
@@ -49,6 +52,7 @@ class PackedLayout:
     plan: Plan
     ignore_index: int = -100
     wanted: Sequence[str] | None = None
+    finds_faults: bool = False
 
     def __post_init__(self) -> None:
         for name in self.wanted or ():
@@ -112,11 +116,12 @@ class PackedLayout:
         Raises:
             DecodeError: If it holds other tokens than the manifest says, or something else.
         """
-        manifest, order = self.plan.manifest, self._order(key.epoch)
-        first_sample = int(manifest.block_start[key.block]) + key.run * int(manifest.block_run_rows[key.block])
+        manifest, order, packing = self.plan.manifest, self._order(key.epoch), self._packed.packing
+        first_sample = self._first_sample(key)
         url = manifest.url(int(manifest.shard_of_block(np.array([key.block]))[0]))
         try:
-            run = packed_run(rows, order.samples.run_rows(key.block, key.run), first_sample, self._packed.packing)
+            rows, faults = without_holes(rows, first_sample, packing) if self.finds_faults else (rows, {})
+            run = packed_run(rows, order.samples.run_rows(key.block, key.run), first_sample, packing)
         except DecodeError as error:
             raise DecodeError(str(error), url=url, block=key.block) from error
         expected = order.run_length(key.block, key.run)
@@ -129,7 +134,18 @@ class PackedLayout:
                 found=run.num_places,
                 hint="index the shards again, and start from the new manifest",
             )
-        return run
+        return with_faults(run, faults)
+
+    def undecodable(self, key: RunKey, error: DecodeError) -> PackedRun:
+        """Returns padding in place of the run: as many tokens, none of them a target."""
+        order = self._order(key.epoch)
+        num_rows = len(order.samples.run_rows(key.block, key.run))
+        ids = self._first_sample(key) + np.arange(num_rows)
+        return blank_run(order.run_length(key.block, key.run), ids, self._packed.packing, error)
+
+    def _first_sample(self, key: RunKey) -> int:
+        manifest = self.plan.manifest
+        return int(manifest.block_start[key.block]) + key.run * int(manifest.block_run_rows[key.block])
 
     def _order(self, epoch: int) -> PackedOrder:
         order = self.plan.order(epoch)
@@ -139,7 +155,11 @@ class PackedLayout:
     def _made(self, runs: Sequence[PackedRun], *, num_rows: int, pieces: _Places) -> Rows:
         wanted = self.wanted or COLUMNS
         columns = sequences(runs, pieces, num_rows, self._packed.packing, self.ignore_index, wanted)
-        return Rows(num_rows, {**columns}, sum(int(column.values.nbytes) for column in columns.values()))
+        num_bytes = sum(int(column.values.nbytes) for column in columns.values())
+        if not self.finds_faults:
+            return Rows(num_rows, {**columns}, num_bytes)
+        faults = faults_of(runs, pieces, num_rows, self._packed.packing.sequence_length)
+        return Rows(num_rows, {**columns, FAULTS: faults}, num_bytes)
 
 
 _Places = list[tuple[int, int, int, int]]  # row, run, first place in the run, behind the last one

@@ -192,7 +192,7 @@ def remembered(shard: Shard, make: Callable[[], _T]) -> _T:
 
 @contextmanager
 def naming_damage(url: str, block: int) -> Iterator[None]:
-    """Turns what decoders raise inside into a ``DecodeError``, and a missing file into a ``ReadError``.
+    """Turns what decoders raise inside into a ``DecodeError``, and what a file system raises into a ``ReadError``.
 
     Args:
         url: The shard.
@@ -205,6 +205,9 @@ def naming_damage(url: str, block: int) -> Iterator[None]:
     except FileNotFoundError as error:
         raise ReadError("the shard is gone", url=url, block=block, hint="restore it, or index again") from error
     except DAMAGE as error:
+        if isinstance(error, OSError) and error.errno is not None:  # decoders raise OSError, too, but without a number
+            what = f"the shard cannot be read ({type(error).__name__}: {error})"
+            raise ReadError(what, url=url, block=block, hint="look at the file system that it is on") from error
         what = f"the block cannot be decoded ({type(error).__name__}: {error})"
         hint = "compare the file with its source; `shardstream index` reads its layout again"
         raise DecodeError(what, url=url, block=block, hint=hint) from error

@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shardstream.columns import Rows
+from shardstream.columns import Column, Rows
 from shardstream.errors import DecodeError, PlanError, ShardStreamError
+from shardstream.faults import is_of_data
 from shardstream.fetch import Fetched
 from shardstream.manifest import Manifest
 from shardstream.mixture_plan import AnyPlan
@@ -75,7 +76,7 @@ class Assembly:
             DecodeError: If a column cannot be a tensor.
         """
         columns: dict[str, Any] = dict(columns_to_torch(rows))
-        return columns, self._count_targets(columns, is_padding)
+        return columns, self.count_targets(columns, is_padding)
 
     def columns(self, fetched: Fetched, plan: AnyPlan) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the columns of a batch, and for each head its valid targets: int64[b], 0 in padding rows.
@@ -83,30 +84,60 @@ class Assembly:
         Raises:
             DecodeError: If the transform failed, naming shard, row and sample id.
         """
-        collate = self.collate
-        takes_columns = bool(getattr(collate, "takes_columns", False))
-        if self.transform is None and (collate is None or takes_columns):
-            columns = dict(columns_to_torch(fetched.rows))
+        if self.takes_samples:
+            columns = self.of_samples(self.samples(fetched, plan), fetched.rows.columns)
         else:
-            samples = self._samples(fetched, plan)
-            if collate is None or takes_columns:
-                columns = dict(collate_samples([_without_own(sample) for sample in samples], fetched.rows.columns))
-            else:
-                columns = dict(collate(samples))
-        if collate is not None and takes_columns:
-            columns = dict(collate(columns))
-        return columns, self._count_targets(columns, torch.from_numpy(fetched.batch.is_padding.copy()))
+            columns = self.of_rows(fetched.rows)
+        return columns, self.count_targets(columns, torch.from_numpy(fetched.batch.is_padding.copy()))
 
-    def _samples(self, fetched: Fetched, plan: AnyPlan) -> list[Any]:
+    @property
+    def takes_samples(self) -> bool:
+        """Whether code of the user's must see each sample by itself."""
+        return self.transform is not None or not (self.collate is None or self._takes_columns)
+
+    @property
+    def _takes_columns(self) -> bool:
+        return bool(getattr(self.collate, "takes_columns", False))
+
+    def of_rows(self, rows: Rows) -> dict[str, Any]:
+        """Returns the columns of a batch, of its rows."""
+        columns: dict[str, Any] = dict(columns_to_torch(rows))
+        return columns if self.collate is None else dict(self.collate(columns))
+
+    def of_samples(self, samples: Sequence[Any], source: Mapping[str, Column]) -> dict[str, Any]:
+        """Returns the columns of a batch, of its samples; ``source`` are the columns that they were made of."""
+        if self.collate is not None and not self._takes_columns:
+            return dict(self.collate(samples))
+        columns = dict(collate_samples([_without_own(sample) for sample in samples], source))
+        return columns if self.collate is None else dict(self.collate(columns))
+
+    def samples(self, fetched: Fetched, plan: AnyPlan, faults: dict[int, Exception] | None = None) -> list[Any]:
+        """Returns the transformed samples of a batch.
+
+        Args:
+            fetched: The batch.
+            plan: The plan that it is of.
+            faults: Rows that are left out (None stands for them), to which those are added that cannot be transformed;
+                without it, what they fail with is raised.
+        """
         samples: list[Any] = rows_to_samples(fetched.rows)
         found = origins(plan, fetched.batch.epoch, fetched.batch.positions, fetched.sample_ids)
         for number, origin in enumerate(found):
+            if faults is not None and number in faults:
+                samples[number] = None
+                continue
             sample = samples[number]
             sample.update({"__id__": origin.sample_id, "__seed__": origin.seed, "__url__": origin.url})
             if origin.source is not None:
                 sample["__source__"] = origin.source
-            if self.transform is not None:
+            if self.transform is None:
+                continue
+            try:
                 samples[number] = self._transformed(sample, origin.url, origin.row, origin.sample_id)
+            except DecodeError as error:
+                if faults is None or not is_of_data(error):
+                    raise
+                samples[number], faults[number] = None, error
         return samples
 
     def _transformed(self, sample: Sample, url: str, row: int, sample_id: int) -> Any:
@@ -118,11 +149,11 @@ class Assembly:
             what = f"transform failed for sample {sample_id}: {type(error).__name__}: {error}"
             raise DecodeError(what, url=url, row=row, hint="the traceback above shows where") from error
         if result is None:
-            hint = "return a sample: a rank that has fewer samples than the others would make them wait"
+            hint = "return a sample, or give on_error='mask': it then becomes a padding row, and ranks stay in step"
             raise DecodeError(f"transform returned None for sample {sample_id}", url=url, row=row, hint=hint)
         return result
 
-    def _count_targets(self, columns: dict[str, Any], is_padding: Tensor) -> dict[str, Tensor]:
+    def count_targets(self, columns: dict[str, Any], is_padding: Tensor) -> dict[str, Tensor]:
         """Counts valid targets; label columns of padding rows are masked on the way, so that no loss sums them."""
         valid: dict[str, Tensor] = {}
         for head, target in self.targets.items():
@@ -132,6 +163,7 @@ class Assembly:
                     raise PlanError(
                         f"head {head!r} counts column {target!r}, which is not in the batch", expected=expected
                     )
+                _refuse_missing(target, columns[target])
                 columns[target] = mask_padding(columns[target], is_padding, self.ignore_index)
                 counts = count_valid(columns[target], self.ignore_index, shifted=bool(self.shifted))
             else:
@@ -144,6 +176,14 @@ class Assembly:
                     )
             valid[head] = torch.where(is_padding, 0, counts)
         return valid
+
+
+def _refuse_missing(name: str, column: Any) -> None:
+    """Refuses targets that some samples do not have; a list of other things is no column of targets at all."""
+    if isinstance(column, list) and None in column:
+        what = f"the targets {name!r} of a sample have no value (first: row {column.index(None)} of this batch)"
+        hint = "fill them in transform=, or let it return None with on_error='mask'"
+        raise DecodeError(what, expected="numbers", hint=hint)
 
 
 def _without_own(sample: Any) -> Any:

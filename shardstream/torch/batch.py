@@ -13,7 +13,7 @@ when it is copied or read from a file) it is shown to the dataset that waits und
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol, TypeAlias
@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 
 from torch import Tensor
 
+from shardstream.quarantine import MaskedSample
 from shardstream.torch.parcel import Parcel, pack, unpack
 from shardstream.torch.ragged import Device, each_tensor, pinned
 
@@ -89,6 +90,8 @@ class Batch:
         origin_token: Number of the dataset it came from (see ``register_receiver``), or None.
         source_index: ``int64[b]``, of a mixture: which of ``source_names`` each sample is of; else None.
         source_names: Names of a mixture's sources, sorted.
+        masked: Samples of the batch that cannot be decoded (``on_error="mask"``). Their rows are padding and keep their
+            sample ids; of packed data documents that begin in its sequences, whose tokens are no targets.
 
     Example:
         >>> import torch
@@ -101,7 +104,7 @@ class Batch:
 
     __slots__ = (
         *("_columns", "_on_touch", "_sample_ids", "is_padding", "origin_token", "place", "valid_tokens"),
-        *("source_index", "source_names"),
+        *("source_index", "source_names", "masked"),
     )
 
     def __init__(
@@ -115,6 +118,7 @@ class Batch:
         origin_token: int | None = None,
         source_index: Tensor | None = None,
         source_names: tuple[str, ...] = (),
+        masked: Sequence[MaskedSample] = (),
     ) -> None:
         self._columns = dict(columns)
         self._sample_ids = sample_ids
@@ -123,6 +127,7 @@ class Batch:
         self.place = place
         self.origin_token = origin_token
         self.source_index, self.source_names = source_index, source_names
+        self.masked = tuple(masked)
         self._on_touch: Touch | None = None
 
     def __len__(self) -> int:
@@ -227,6 +232,7 @@ class Batch:
             origin_token=self.origin_token,
             source_index=self.source_index,
             source_names=self.source_names,
+            masked=self.masked,
         )
         # Handed on, not copied: of a batch and its pinned or replaced successor one touch is enough.
         batch._on_touch, self._on_touch = self._on_touch, None

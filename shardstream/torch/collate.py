@@ -140,6 +140,8 @@ def collate_samples(
 
 def _stacked(name: str, values: list[Any], source: Column | None) -> TorchColumn:
     present = [value for value in values if value is not None]
+    if not present and isinstance(source, Dense) and source.values.dtype.kind in _FAMILIES:
+        _refuse_nulls(name, [True] * len(values))  # as in a batch in which others have one
     if present and all(isinstance(value, int | float | np.integer | np.floating | np.bool_) for value in present):
         _refuse_nulls(name, [value is None for value in values])
         return _stacked_numbers(values, source)

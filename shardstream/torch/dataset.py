@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
@@ -24,6 +24,7 @@ from shardstream.packing import Packed, Packing, PackingMode
 from shardstream.plan import Plan
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
+from shardstream.torch.budget import MaskedBudget
 from shardstream.torch.mixed import plan_maker, source_heads
 from shardstream.torch.orphan import end_with_parent
 from shardstream.torch.packed import constant_targets, packed_assembly, packing_of
@@ -32,6 +33,7 @@ from shardstream.torch.start import SharedStart
 from shardstream.torch.topology import Topology, resolve_topology
 
 ManifestLike: TypeAlias = Manifest | str | os.PathLike[str]
+OnError: TypeAlias = Literal["raise", "mask"]
 
 
 class StreamingDataset(IterableDataset[Batch]):
@@ -71,6 +73,11 @@ class StreamingDataset(IterableDataset[Batch]):
             splits the stream among ranks itself must be given all of it: ``Topology(rank=0, world_size=1)``.
         reading: Threads, look-ahead, storage options.
         allow_url: Shards elsewhere that the manifest may name; see ``Manifest.load``.
+        on_error: ``"raise"``, or ``"mask"``: a sample that cannot be decoded, for which ``transform`` raises or returns
+            None, becomes a padding row, so that ranks stay in step; ``batch.masked`` names it. Storage that fails is
+            an error always.
+        max_masked_fraction: Masked samples by rows, above which a rank stops; of at least 10,000 rows.
+        quarantine: Folder in which each rank reports what was masked; see ``read_quarantine``.
 
     Raises:
         PlanError: If settings do not fit together.
@@ -105,6 +112,9 @@ class StreamingDataset(IterableDataset[Batch]):
         packing: Packing | PackingMode | None = None,
         topology: Topology | None = None,
         reading: Reading | None = None,
+        on_error: OnError = "raise",
+        max_masked_fraction: float = 0.01,
+        quarantine: str | os.PathLike[str] | None = None,
         allow_url: AllowUrl = None,
     ) -> None:
         super().__init__()
@@ -114,6 +124,7 @@ class StreamingDataset(IterableDataset[Batch]):
         self.columns = None if columns is None else tuple(columns)
         self.reading = reading or Reading()
         self.stats = ReadStats()
+        self._budget = _budget(on_error, max_masked_fraction, quarantine)
         self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index)
         sources = self.data.manifests if isinstance(self.data, Mixture) else (self.data,)
         asked = [packing_of(packing, sequence_length, tokens_column, eos_id, source) for source in sources]
@@ -140,7 +151,7 @@ class StreamingDataset(IterableDataset[Batch]):
         )
         self._given_topology = self._topology = topology
         self._plan: AnyPlan | None = None
-        self._start = SharedStart()
+        self._start = SharedStart(budget=self._budget)
         self._loaded: Cursor | None = None
         self._sends_bundles = self._has_said_cost = False
         if topology is not None:
@@ -238,6 +249,15 @@ class StreamingDataset(IterableDataset[Batch]):
         """Counts a batch as consumed: its pass begins again, or the next epoch if it was the pass's last batch."""
         self._start.consumed(place)
 
+    def took(self, batch: Batch) -> None:
+        """Counts and reports what was masked of a batch that the loop is about to get.
+
+        Raises:
+            DecodeError: If too much was masked by now.
+        """
+        if self._budget is not None:
+            self._budget.took(len(batch), batch.masked)
+
     def end_epoch(self, epoch: int) -> None:
         """Lets the next pass be the epoch after ``epoch``; a stream has none."""
         if self.plan.tail != "continue":
@@ -245,6 +265,8 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def constant_targets(self, place: Place) -> dict[str, int] | None:
         """Returns the targets of each head in the window of a batch, over all ranks, where nobody need count them."""
+        if self._budget is not None:
+            return None  # those of documents that cannot be decoded are not known beforehand
         return constant_targets(self.plan, self._assembly, place)
 
     def _settle(self) -> None:
@@ -254,7 +276,7 @@ class StreamingDataset(IterableDataset[Batch]):
         """
         if self._start.home_pid == os.getpid() or get_worker_info() is not None:
             return
-        self._start = SharedStart(self._start.read())
+        self._start = SharedStart(self._start.read(), self._budget)
         if self._given_topology is None:  # what was found elsewhere is another process's rank
             self._topology = self._plan = None
 
@@ -315,10 +337,16 @@ class StreamingDataset(IterableDataset[Batch]):
         _ = self.plan  # spawned workers see neither process group nor rank
         return self.__dict__.copy()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start.budget = self._budget
+
     def __deepcopy__(self, memo: dict[int, Any]) -> StreamingDataset:
         copy = type(self).__new__(type(self))
         memo[id(self)] = copy
-        copy.__dict__.update(self.__dict__, stats=ReadStats(), _start=SharedStart(self._start.read()))
+        budget = None if self._budget is None else self._budget.anew()
+        start = SharedStart(self._start.read(), budget)
+        copy.__dict__.update(self.__dict__, stats=ReadStats(), _budget=budget, _start=start)
         return copy  # the rest are frozen values
 
     # ------------------------------------------------------------------------------------------------ iteration
@@ -353,4 +381,16 @@ class StreamingDataset(IterableDataset[Batch]):
 
     def _source(self) -> Source:
         plan = self.plan
-        return Source(plan, self.topology.rank, self._start, self._assembly, self.columns, self.reading, self.stats)
+        masks = self._budget is not None
+        rank, assembly = self.topology.rank, self._assembly
+        return Source(plan, rank, self._start, assembly, self.columns, self.reading, self.stats, masks)
+
+
+def _budget(on_error: str, max_fraction: float, quarantine: str | os.PathLike[str] | None) -> MaskedBudget | None:
+    if on_error not in get_args(OnError):
+        raise PlanError("unknown on_error", expected=" or ".join(get_args(OnError)), found=repr(on_error))
+    if on_error == "mask":
+        return MaskedBudget(max_fraction, quarantine)
+    if quarantine is not None:
+        raise PlanError("quarantine= is for samples that are masked", hint="give on_error='mask'")
+    return None

@@ -73,6 +73,7 @@ class Evaluation:
         self._spool: Spool | None = None
         self._averages = Averages()
         self._num_rows = self._num_padding = 0
+        self._masked: set[int] = set()
         self._is_over = False
 
     # ------------------------------------------------------------------------------------------------ the loop
@@ -85,7 +86,7 @@ class Evaluation:
         counts: Mapping[str, Values] | None = None,
         metrics: Mapping[str, Values] | None = None,
     ) -> None:
-        """Adds what the model gave for a batch; rows that are padding are left out.
+        """Adds what the model gave for a batch; rows that are padding are left out, masked samples noted.
 
         Args:
             batch: The batch, for its sample ids, padding and valid targets.
@@ -99,6 +100,9 @@ class Evaluation:
         if counts is None:
             counts = {head: batch.valid_tokens[head] for head in sums or {} if head in batch.valid_tokens}
         self.add(batch.sample_ids, sums=sums, counts=counts, metrics=metrics, is_padding=batch.is_padding)
+        if batch.masked:
+            padding = set(batch.sample_ids[batch.is_padding.cpu()].tolist())  # of packed data masked are documents
+            self._masked |= padding & {sample.sample_id for sample in batch.masked}
 
     def add(
         self,
@@ -220,6 +224,7 @@ class Evaluation:
             "num_rows": self._num_rows,
             "num_padding": self._num_padding,
             "averages": self._averages.sums,
+            "masked": sorted(self._masked),
         }
 
     def _parts(self) -> list[int]:
@@ -237,7 +242,8 @@ class Evaluation:
         """On the rank that sums up: takes in one range of ids after the other, from one rank after the other."""
         heads, metrics = next((offer["layout"] for offer in offers.values() if offer["layout"]), ([], []))
         layout = Layout(tuple(heads), tuple(metrics))
-        tally = Tally(layout, self.manifest, self._expected, self._rtol)
+        masked = np.unique(np.array([sample for offer in offers.values() for sample in offer["masked"]], np.int64))
+        tally = Tally(layout, self.manifest, self._expected, self._rtol, masked)
         holders: dict[int, list[int]] = {}
         for rank, offer in offers.items():
             for part in offer["parts"]:

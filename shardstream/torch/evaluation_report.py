@@ -71,7 +71,8 @@ class EvaluationReport:
         num_expected: Samples that should.
         num_rows: Rows that all ranks added, padding not.
         num_padding: Rows that were flagged as padding and left out.
-        missing: Samples that no rank evaluated.
+        missing: Samples that no rank evaluated, and that were not masked either.
+        masked: Samples that no rank evaluated because they cannot be decoded (``on_error="mask"``).
         extra: Samples that were not expected; they do not count.
         duplicates: Samples that were evaluated more than once, with equal values; they count once.
         world_size: Number of ranks.
@@ -92,11 +93,12 @@ class EvaluationReport:
     extra: NamedIds = field(default_factory=NamedIds)
     duplicates: NamedIds = field(default_factory=NamedIds)
     world_size: int = 1
+    masked: NamedIds = field(default_factory=NamedIds)
 
     @property
     def is_complete(self) -> bool:
         """Whether all samples that should count do, and no others were evaluated."""
-        return not self.missing.num_ids and not self.extra.num_ids
+        return not (self.missing.num_ids or self.masked.num_ids or self.extra.num_ids)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as JSON values."""
@@ -161,13 +163,17 @@ class Tally:
         manifest: The data set.
         expected: Sorted ids of the samples that should count; None for all of the manifest.
         rtol: How far values of one sample may differ to be equal.
+        masked: Ids of samples that could not be decoded.
     """
 
-    def __init__(self, layout: Layout, manifest: Manifest, expected: Int64Array | None, rtol: float) -> None:
+    def __init__(
+        self, layout: Layout, manifest: Manifest, expected: Int64Array | None, rtol: float, masked: Int64Array
+    ) -> None:
         self._layout, self._manifest, self._expected, self._rtol = layout, manifest, expected, rtol
+        self._masked = masked
         self._sums: dict[tuple[str, str], list[Any]] = {name: [] for name in layout.names}
         self._num_samples = 0
-        self._found: dict[str, NamedIds] = dict.fromkeys(("missing", "extra", "duplicates"), NamedIds())
+        self._found: dict[str, NamedIds] = dict.fromkeys(("missing", "masked", "extra", "duplicates"), NamedIds())
         self._num_conflicts, self._conflicts = 0, list[str]()
 
     def expected_parts(self) -> list[int]:
@@ -191,7 +197,10 @@ class Tally:
         held = Held(held.rows[is_first], held.ranks[is_first])
         expected = self._expected_in(part)
         is_expected = np.isin(held.ids, expected, assume_unique=True)
-        self._note("missing", np.setdiff1d(expected, held.ids, assume_unique=True))
+        missing = np.setdiff1d(expected, held.ids, assume_unique=True)
+        is_masked = np.isin(missing, self._masked)
+        self._note("missing", missing[~is_masked])
+        self._note("masked", missing[is_masked])
         self._note("extra", held.ids[~is_expected])
         self._note("duplicates", held.ids[held.num_copies > 1])
         counted = held.rows[is_expected]

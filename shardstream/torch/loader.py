@@ -52,6 +52,9 @@ class StreamingLoader(DataLoader[Batch]):
         ...     save(loader.state_dict())
     """
 
+    # What Accelerate (and with it the HF Trainer) would split among the ranks once more: it leaves what has this mark.
+    _is_accelerate_prepared = True
+
     def __init__(
         self,
         dataset: StreamingDataset,
@@ -237,6 +240,8 @@ class _LoaderPass(Iterator[Batch]):
         asked_at = clock.asked()
         try:
             batch = next(self._batches)
+            batch._on_touch = None  # noqa: SLF001 - the loader knows what it hands out, no touch need tell
+            loader.streaming_dataset.took(batch)
         except StopIteration:
             if not self._is_held_back:
                 self.finish()
@@ -244,7 +249,6 @@ class _LoaderPass(Iterator[Batch]):
         except Exception as error:
             self._error = error
             raise
-        batch._on_touch = None  # noqa: SLF001 - the loader knows what it hands out, no touch need tell
         if not self._is_held_back:
             self.hand_out(batch)
         clock.gave(batch, asked_at, loader.streaming_dataset.stats)

@@ -17,9 +17,11 @@ from shardstream.fetch import Fetched, Gathered, Reading, ReadStats, fetch
 from shardstream.mixture_layout import layout_of
 from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.plan import PlannedBatch
+from shardstream.quarantine import MaskedSample
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.batch import Batch, Place
 from shardstream.torch.bundle import Bundle, Bundles, SingleBatches
+from shardstream.torch.masking import MaskingMaker, without_faults
 from shardstream.torch.mixed import by_source, source_names, without_source
 from shardstream.torch.start import PassId, SharedStart
 
@@ -36,6 +38,7 @@ class Source:
         columns: Columns to read; None for all.
         reading: Threads, look-ahead, storage options.
         stats: Is counted up.
+        masks: Whether what cannot be decoded is masked.
     """
 
     plan: AnyPlan
@@ -45,6 +48,7 @@ class Source:
     columns: tuple[str, ...] | None
     reading: Reading
     stats: ReadStats
+    masks: bool = False
 
 
 class _Begun(NamedTuple):
@@ -192,8 +196,15 @@ def _gathers(begun: _Begun, worker: Worker, first_index: int) -> Generator[Gathe
     if not worker.is_main:  # workers are the parallelism there, and share what one reader would prepare
         num_rows = max(1, reading.gather_rows // worker.num_workers)
         reading = replace(reading, num_threads=reading.num_threads or 1, gather_rows=num_rows)
-    layout = layout_of(plan, source.columns, source.assembly.ignore_index)
-    return fetch(plan, planned, layout=layout, reading=reading, stats=source.stats, num_workers=worker.num_workers)
+    return fetch(
+        plan,
+        planned,
+        layout=layout_of(plan, source.columns, source.assembly.ignore_index, finds_faults=source.masks),
+        reading=reading,
+        stats=source.stats,
+        num_workers=worker.num_workers,
+        finds_faults=source.masks,
+    )
 
 
 def _num_micro_batches(rank: int, plan: AnyPlan, origin: Cursor) -> int | None:
@@ -224,13 +235,19 @@ class _BatchMaker:
         source, self._plan, origin = begun
         self._assembly, self._token, self._names = source.assembly, source.start.token, source_names(self._plan)
         self._pass_start = (origin.epoch, origin.position, origin.grid_start, self._plan.pin, *pass_id)
+        self._masking = None
+        if source.masks:
+            self._masking = MaskingMaker(source.assembly, self._plan, source.rank, source.columns, source.reading)
 
     def bundle(self, gathered: Gathered) -> Bundle | None:
         """Makes the batches of a gather together; None if they must be made one by one."""
-        if self._assembly.is_per_batch:
+        if self._assembly.is_per_batch or gathered.faults:
             return None
         is_padding = torch.from_numpy(np.concatenate([batch.is_padding for batch in gathered.batches]))
         rows, source_index = without_source(gathered.rows)
+        rows, documents = without_faults(rows)
+        if documents is not None:
+            return None
         try:
             columns, valid_tokens = self._assembly.whole(rows, is_padding)
         except DecodeError:
@@ -258,16 +275,26 @@ class _BatchMaker:
 
     def _batch(self, fetched: Fetched) -> Batch:
         rows, source_index = without_source(fetched.rows)
-        columns, valid_tokens = self._assembly.columns(fetched._replace(rows=rows), self._plan)
+        rows, documents = without_faults(rows)
+        fetched, masked = fetched._replace(rows=rows), list[MaskedSample]()
+        if fetched.faults and isinstance(self._plan, MixturePlan):  # rows at fault have the source of those they hold
+            source_index = torch.from_numpy(self._plan.sources(fetched.batch.positions).source.astype(np.int64))
+        if self._masking is None:
+            columns, valid_tokens = self._assembly.columns(fetched, self._plan)
+            is_padding = torch.from_numpy(np.array(fetched.batch.is_padding))
+        else:
+            columns, valid_tokens, is_padding, masked = self._masking.made(fetched)
+            masked += self._masking.told(fetched, documents)
         return Batch(
             columns,
             sample_ids=torch.from_numpy(fetched.sample_ids),
-            is_padding=torch.from_numpy(np.array(fetched.batch.is_padding)),
+            is_padding=is_padding,
             valid_tokens=by_source(valid_tokens, source_index, self._names),
             place=self._place(fetched.batch),
             origin_token=self._token,
             source_index=source_index,
             source_names=self._names,
+            masked=masked,
         )
 
     def _place(self, planned: PlannedBatch) -> Place:

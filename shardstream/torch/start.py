@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from shardstream.torch.batch import Batch, Place, register_receiver
+from shardstream.torch.budget import MaskedBudget
 
 
 class PassId(NamedTuple):
@@ -50,6 +51,7 @@ class SharedStart:
 
     Args:
         start: The start.
+        budget: Is told of each batch that a plain DataLoader's user touches; None where nothing is masked.
 
     Attributes:
         home_pid: The process whose loaders read from here.
@@ -57,13 +59,14 @@ class SharedStart:
         token: Carried by batches, so that they find their way back here (see ``register_receiver``).
     """
 
-    def __init__(self, start: Start = Start()) -> None:  # noqa: B008 - frozen
+    def __init__(self, start: Start = Start(), budget: MaskedBudget | None = None) -> None:  # noqa: B008 - frozen
         # The start, the one before it, and the pass whose end made the difference.
         words = torch.tensor([*start, *start, *PassId()], dtype=torch.int64)
         self._words: Tensor = words.share_memory_()  # type: ignore[no-untyped-call]
         self._first = start  # in a worker: the start when its process was made
         self.home_pid, self.token = os.getpid(), register_receiver(self)
         self.num_seeks = 0
+        self.budget = budget
         self._is_touched = False  # whether a batch of the pass under way was touched
         self._is_held = False
         self._begun = PassId()
@@ -121,7 +124,14 @@ class SharedStart:
         place, num_seeks = batch.place, self.num_seeks
         if place.window_index == 0 and place.micro_index == 0:
             self._is_touched = False  # the first batch of a pass
-        batch._on_touch = lambda: self.consumed(place, num_seeks)  # noqa: SLF001 - the hook is made for this
+        num_rows, masked = len(batch), batch.masked  # not the batch: it would hold itself
+
+        def touched() -> None:
+            if self.budget is not None:
+                self.budget.took(num_rows, masked)
+            self.consumed(place, num_seeks)
+
+        batch._on_touch = touched  # noqa: SLF001 - the hook is made for this
         if place.is_last_in_pass and not self._is_touched:
             self._move(place)  # a loop that touches nothing has seen the whole pass, too
 

@@ -23,6 +23,7 @@ class LoaderStats:
     Attributes:
         num_batches: Micro-batches handed out.
         num_samples: Their rows, padding included.
+        num_masked: Samples of them that could not be decoded (``on_error="mask"``).
         num_tokens: Their tokens; None where no column of token lists is known, or a transform made something else.
         num_bytes: Bytes of columns that were read, those that are still ahead included.
         wait_s: Seconds in which the loop waited for data.
@@ -37,6 +38,7 @@ class LoaderStats:
 
     num_batches: int
     num_samples: int
+    num_masked: int
     num_tokens: int | None
     num_bytes: int
     wait_s: float
@@ -68,7 +70,7 @@ class LoopClock:
     def __init__(self, log_every_s: float | None = None) -> None:
         self._tokens_column: str | None = None
         self._log_every_s = log_every_s
-        self._num_batches = self._num_samples = self._num_tokens = 0
+        self._num_batches = self._num_samples = self._num_masked = self._num_tokens = 0
         self._has_tokens = True  # of all batches so far
         self._wait_s = self._held_s = 0.0
         self._given_at: float | None = None
@@ -89,6 +91,7 @@ class LoopClock:
         self._wait_s += now - asked_at
         self._num_batches += 1
         self._num_samples += len(batch)
+        self._num_masked += len(batch.masked)
         if self._has_tokens:
             num_tokens = _num_tokens(batch, self._tokens_column)
             self._has_tokens = num_tokens is not None
@@ -110,6 +113,7 @@ class LoopClock:
         return LoaderStats(
             num_batches=self._num_batches,
             num_samples=self._num_samples,
+            num_masked=self._num_masked,
             num_tokens=self._num_tokens if self._has_tokens else None,
             num_bytes=read.num_bytes,
             wait_s=self._wait_s,
@@ -143,6 +147,8 @@ def line_of(stats: LoaderStats, before: LoaderStats, seconds: float) -> str:
     parts.append(f"waited {waited:.2f} s of {waited + held:.2f} s")
     if stats.read_amplification is not None:
         parts.append(f"{stats.num_blocks_opened:,} blocks opened, {stats.read_amplification:.2f} times each")
+    if stats.num_masked:
+        parts.append(f"{stats.num_masked:,} samples masked")
     if stats.num_cache_hits:
         parts.append(f"{stats.num_cache_hits:,} cache hits, {stats.num_requests:,} requests")
     return ", ".join(parts)
