@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "shardstream"
 BELOW = {
     "cli": "commands",
     "commands": "torch audit index fetch",
+    "testing": "index",
     "torch": "audit index fetch quarantine",
     "audit": "memory consumed rounds plan formats manifest_file mixture_plan",
     "index": "processes formats manifest_file",

@@ -6,7 +6,7 @@ A format is stateless; what it must remember of a shard (keys, member offsets, a
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shardstream.columns import Rows
 from shardstream.errors import ManifestError
+from shardstream.formats._plugins import plugin_format, plugin_suffixes
 from shardstream.manifest import ColumnSchema, Manifest
 
 if TYPE_CHECKING:
@@ -37,7 +38,11 @@ _FORMATS = {
         for packed in ("", ".gz", ".zst", ".zstd")
     },
     **dict.fromkeys((".json.gz", ".json.zst", ".json.zstd"), "shardstream.formats.jsonl:JsonLinesFormat"),
+    ".arrow": "shardstream.formats.arrow:ArrowFormat",
+    **dict.fromkeys((".mds", ".mds.zst", ".mds.zstd"), "shardstream.formats.mds:MdsFormat"),
+    **dict.fromkeys((".litdata", ".litdata.zst", ".bin"), "shardstream.formats.litdata:LitDataFormat"),
 }
+_ONLY_NAMED = frozenset({".bin"})  # folders are full of other things that end like this
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ class ShardIndex:
     """What indexing learned of one shard; one row of the manifest.
 
     Attributes:
-        format: ``"parquet"``, ``"tar"``, ``"tar.gz"``, ``"tar.zst"``, ``"jsonl"``, ``"jsonl.gz"`` or ``"jsonl.zst"``.
+        format: ``"parquet"``, ``"tar"``, ``"tar.gz"``, ``"tar.zst"``, ``"jsonl"``, ``"mds.zst"``, …
         num_bytes: Size of the file.
         version_tag: ``storage.version_tag`` of the file as it was read.
         digest: 32 hex digits: blake2b of what was read (Parquet footer, or the member table).
@@ -127,7 +132,7 @@ class Shard:
 
 
 class Format(Protocol):
-    """What a format must do. ``FormatTests`` in ``tests/formats/conformance.py`` checks it.
+    """What a format must do. ``shardstream.testing.FormatTests`` checks it.
 
     One whose shards are indexed from their own bytes alone says ``is_self_contained = True``: such a shard may be
     indexed from a copy.
@@ -178,7 +183,7 @@ class Format(Protocol):
 
 
 def is_shard_name(url: str) -> bool:
-    """Whether a name ends like that of a shard.
+    """Whether a name ends like that of a shard, of ours or of a plug-in's format.
 
     Example:
         >>> (
@@ -188,25 +193,28 @@ def is_shard_name(url: str) -> bool:
         ... )
         (True, True, False)
     """
-    return _suffix_of(url) is not None
+    return _suffix_of(url, (*_FORMATS.keys() - _ONLY_NAMED, *plugin_suffixes())) is not None
 
 
 def format_of(url: str) -> Format:
-    """Returns the format of a shard by its name's ending.
+    """Returns the format of a shard by its name's ending; of plug-ins only where none of ours has it.
 
     Raises:
-        ManifestError: If no format has that ending.
+        ManifestError: If no format has that ending, or the plug-in's that has it cannot be loaded.
     """
-    suffix = _suffix_of(url)
+    suffix = _suffix_of(url, _FORMATS)
     if suffix is None:
-        expected = f"a name ending in {', '.join(sorted(_FORMATS))}"
+        suffix = _suffix_of(url, plugin_suffixes())
+        if suffix is not None:
+            return plugin_format(suffix, url)
+        expected = f"a name ending in {', '.join(sorted({*_FORMATS, *plugin_suffixes()}))}"
         raise ManifestError("no format is known for this shard", url=url, expected=expected)
     module, attribute = _FORMATS[suffix].split(":")
     made: Format = getattr(import_module(module), attribute)()
     return made
 
 
-def _suffix_of(url: str) -> str | None:
+def _suffix_of(url: str, suffixes: Iterable[str]) -> str | None:
     place = next((part for part in url.split("::") if "://" in part), url)  # of a chain, what is in the archive
     name = place.split("?", 1)[0].lower() if "://" in place else place.lower()
-    return next((suffix for suffix in sorted(_FORMATS, key=len, reverse=True) if name.endswith(suffix)), None)
+    return next((suffix for suffix in sorted(suffixes, key=len, reverse=True) if name.endswith(suffix)), None)

@@ -53,7 +53,7 @@ def bytes_of_runs(
     with _block_stream(shard, block, data_offset, digest_now) as stream:
         for start, end in runs:
             stream.seek(start)
-            yield _read_exactly(stream, end - start)
+            yield read_exactly(stream, end - start)
 
 
 def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[[], str]) -> list[ByteRange]:
@@ -81,8 +81,12 @@ def _mapped(path: str, start: int, end: int) -> npt.NDArray[np.uint8]:
     return _whole(values, end - start)
 
 
-def _read_exactly(stream: ForwardFile, num_bytes: int) -> npt.NDArray[np.uint8]:
-    """The next bytes of a stream."""
+def read_exactly(stream: ForwardFile, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """Returns the next bytes of a decoded stream.
+
+    Raises:
+        EOFError: If it ends before.
+    """
     values = np.empty(num_bytes, np.uint8)
     view, filled = values.data, 0
     while part := stream.read(min(_READ_NUM_BYTES, num_bytes - filled)):

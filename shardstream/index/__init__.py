@@ -15,7 +15,7 @@ from shardstream import storage
 from shardstream.errors import ShardStreamWarning, shown_url
 from shardstream.formats import RUN_NUM_BYTES
 from shardstream.index._collect import Collected, IndexPlan, IndexProgress, index_options
-from shardstream.index._expand import NUM_SHOWN, Shards, expand_shards, some
+from shardstream.index._expand import NUM_SHOWN, Shards, expand_shards, find_shards, some
 from shardstream.index._look import look_at_all
 from shardstream.manifest import Manifest
 from shardstream.manifest_file import DatasetInfo, ManifestWriter, load_manifest, write_manifest
@@ -100,7 +100,7 @@ def build_manifest(
     options = dict(storage_options or {})
     old = update if update is None or isinstance(update, Manifest) else _old(update, options)
     files = [os.fspath(path) for path in (output, None if old is None else old.path) if path is not None]
-    urls = expand_shards(shards, options, keep_order=keep_order, leave_out=[storage.absolute(file) for file in files])
+    found = find_shards(shards, options, keep_order=keep_order, leave_out=[storage.absolute(file) for file in files])
     looked = index_options(
         old,
         tokens_column,
@@ -110,8 +110,8 @@ def build_manifest(
         settings.tokens_dtype,
         checksum=settings.checksum,
     )
-    plan = IndexPlan.make(urls, old, looked, options, allow_vanished=settings.allow_vanished)
-    collected = Collected(plan)
+    plan = IndexPlan.make(found.urls, old, looked, options, allow_vanished=settings.allow_vanished)
+    collected = Collected(plan, found.num_samples)
 
     def fill(writer: ManifestWriter) -> DatasetInfo:
         for finding in look_at_all(plan.tasks, num_workers, settings.executor):

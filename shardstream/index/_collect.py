@@ -85,10 +85,11 @@ class Collected:
 
     Args:
         plan: The shards, in the order in which findings will come.
+        num_samples: URL → number of samples that the data set says a shard has, where it does.
     """
 
-    def __init__(self, plan: IndexPlan) -> None:
-        self._plan = plan
+    def __init__(self, plan: IndexPlan, num_samples: Mapping[str, int] | None = None) -> None:
+        self._plan, self._told = plan, num_samples or {}
         self._schema = SchemaUnion()
         self._kept: list[int] = []
         self._faults: list[str] = []
@@ -151,6 +152,10 @@ class Collected:
         if {column.name for column in finding.columns} >= _OF_MANIFESTS:
             hint = "load it, or leave it out: folders and patterns leave out what is named *.manifest.parquet"
             raise ManifestError("this is a shardstream manifest, not a shard", url=url, hint=hint)
+        told, num_samples = self._told.get(url), int(finding.block_rows.sum())
+        if told not in (None, num_samples):
+            what, hint = "the shard has not the samples that its data set lists", "fetch it, or write the list, again"
+            raise ManifestError(what, url=url, expected=told, found=num_samples, hint=hint)
         self._schema.add(url, finding)
         self.warnings += [(text, url) for text in finding.warnings]
         names = (field.name for field in fields(ShardRow) if field.name != "url")

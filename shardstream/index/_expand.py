@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -14,6 +14,7 @@ from braceexpand import braceexpand
 from shardstream import storage
 from shardstream.errors import ManifestError, shown_url
 from shardstream.formats import is_shard_name
+from shardstream.index._described import Described, describe, is_description
 
 Shards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
@@ -33,12 +34,35 @@ def expand_shards(
     keep_order: bool = False,
     leave_out: Sequence[str] = (),
 ) -> list[str]:
-    """Finds every shard that is meant.
+    """Finds every shard that is meant; see ``find_shards``.
+
+    Returns:
+        Absolute locations, each once.
+
+    Raises:
+        ManifestError: If an entry finds nothing, a shard is named twice, or a URL carries credentials.
+        ReadError: If storage cannot be asked.
+    """
+    return find_shards(shards, storage_options, keep_order=keep_order, leave_out=leave_out).urls
+
+
+def find_shards(
+    shards: Shards,
+    storage_options: dict[str, Any] | None = None,
+    *,
+    keep_order: bool = False,
+    leave_out: Sequence[str] = (),
+) -> Described:
+    """Finds every shard that is meant, and how many samples data sets say that theirs have.
 
     An entry may be a path or fsspec URL; a folder (every shard below it); a glob pattern; a brace pattern
     (``data-{000000..000099}.tar``, ``{train,val}/*.parquet``); several of these joined with ``::``; or ``@file``, a
     text file with one entry a line. A path that exists is never read as a pattern. Folders and glob patterns find
     what is named like a shard, manifests left out; a remote folder without a slash at its end is asked for first.
+
+    A data set that describes itself is taken at its word: a folder, at any depth, with an MDS or LitData ``index.json``
+    or the ``state.json`` of Hugging Face's ``save_to_disk`` is the shards that it names; such a file, or the JSON of
+    a wids index, can be named as well.
 
     Args:
         shards: One entry or several.
@@ -47,7 +71,7 @@ def expand_shards(
         leave_out: Locations that folders and patterns never find (the manifest that is to be written).
 
     Returns:
-        Absolute locations, each once.
+        The shards, each once.
 
     Raises:
         ManifestError: If an entry finds nothing, a shard is named twice, or a URL carries credentials.
@@ -61,7 +85,7 @@ def expand_shards(
         hint = "check the spelling, the current folder, and the storage options"
         raise ManifestError("no shards found", found=f"nothing at {some(missing)}", hint=hint)
     _check_names(found)
-    return found if keep_order else sorted(found)
+    return Described(found if keep_order else sorted(found), finder.num_samples)
 
 
 def some(names: Sequence[str]) -> str:
@@ -75,6 +99,7 @@ class _Finder:
     storage_options: dict[str, Any] | None
     leave_out: frozenset[str]
     missing: list[str] = field(default_factory=list)
+    num_samples: dict[str, int] = field(default_factory=dict)
 
     def expand(self, entry: str, *, in_file: bool = False) -> list[str]:
         if storage.local_path(entry) is not None and (there := self._at(entry)) is not None:
@@ -107,12 +132,33 @@ class _Finder:
         kind = "directory" if name.endswith("/") else storage.kind_of(name, self.storage_options)
         if kind == "directory":
             return self._shards(storage.list_files(name, self.storage_options)) or None
-        return None if kind is None else [storage.absolute(name)]
+        if kind is None:
+            return None
+        there = self._described(storage.absolute(name)) if name.lower().endswith(".json") else None
+        return [storage.absolute(name)] if there is None else there
+
+    def _described(self, url: str, names: Collection[str] | None = None) -> list[str] | None:
+        """The shards of a data set that this file describes, or None."""
+        found = describe(url, self.storage_options, names)
+        if found is None:
+            return None
+        self.num_samples.update(found.num_samples)
+        return found.urls
 
     def _shards(self, names: Iterable[str]) -> list[str]:
         """Of listed names those that are shards, sorted; of matching local folders what is below them."""
-        shards = []
-        for name in sorted(map(storage.absolute, names)):
+        listed = sorted(map(storage.absolute, names))
+        shards: list[str] = []
+        told: list[str] = []
+        for place in sorted(filter(is_description, listed), key=lambda url: (url.count("/"), url)):
+            if not any(place.startswith(folder) for folder in told):
+                there = self._described(place, frozenset(listed))
+                if there is not None:
+                    told.append(storage.folder_of(place) + "/")
+                    shards += there
+        for name in listed:
+            if any(name.startswith(folder) for folder in told):
+                continue
             if storage.local_path(name) is not None and storage.kind_of(name) == "directory":
                 shards += self._shards(storage.list_files(name))
             elif is_shard_name(name) and not name.endswith(_MANIFEST_NAMES) and name not in self.leave_out:
