@@ -6,7 +6,8 @@ Kill a rank: torchrun restarts all, and they resume from the newest checkpoint's
 way is finished and saved. Start it with another number of processes: the same global batches follow, dealt anew.
 
 The run folder gets ``checkpoints/``, ``metrics.jsonl`` (a line a step), ``ledger/`` (which documents each rank was
-trained on, and what all did together, for ``shardstream audit --ledger``) and ``pids/`` (the process of each rank).
+trained on, and what all did together, for ``shardstream audit --ledger``), ``pids/`` (the process of each rank) and
+``lock`` (held by the job that is at it). When torchrun itself is killed, its ranks save and stop by themselves.
 """
 
 from __future__ import annotations
@@ -36,17 +37,28 @@ from shardstream.torch.ledger import Ledger
 from shardstream.torch.topology import topology_from_environ
 from tools.training.config import Config, ConfigError, load_config
 from tools.training.job import Job
+from tools.training.lock import hold
 
 
 class Stop:
-    """Whether this process was asked to stop: SIGTERM sets it, the loop looks at it between windows."""
+    """Whether this process shall stop; the loop looks at it between windows.
+
+    SIGTERM asks for it. So does the end of torchrun: ranks that outlive it would train on unseen, beside those of the
+    next start.
+    """
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self._has_signal = False
+        self._launcher = os.getppid() if dist.is_torchelastic_launched() else None
         signal.signal(signal.SIGTERM, self._ask)
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a signal came, or the launcher is gone."""
+        return self._has_signal or self._launcher not in (None, os.getppid())
+
     def _ask(self, _signal: int, _frame: FrameType | None) -> None:
-        self.is_asked = True
+        self._has_signal = True
 
 
 def train(job: Job, ledger: Ledger, stop: Stop) -> None:
@@ -127,6 +139,7 @@ def run_rank(config: Config, stop: Stop) -> None:
     timeout = timedelta(seconds=config.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     topology = init_process_group(backend, timeout_s=config.timeout_s, timeout=timeout)
+    held = hold(config.run, config.timeout_s) if topology.rank == 0 else None
     pids = config.run / "pids"
     pids.mkdir(parents=True, exist_ok=True)
     (pids / f"rank-{topology.rank}").write_text(str(os.getpid()))
@@ -144,6 +157,8 @@ def run_rank(config: Config, stop: Stop) -> None:
     train(job, ledger, stop)
     dist.barrier()  # nobody takes the connections down while others use them
     dist.destroy_process_group()
+    if held is not None:
+        held.close()
 
 
 @click.command()

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import yaml
@@ -23,11 +24,14 @@ from hypothesis import strategies as st
 from shardstream.audit.ledger import check_ledger
 from shardstream.errors import PlanError, ShardStreamError, ShardStreamWarning
 from shardstream.manifest import Manifest
+from shardstream.torch import StreamingDataset, Topology
+from tests.support.corpora import parquet_manifest
 from tools.train import main
 from tools.training.checkpoint import Checkpoints, restore_rng, rng_state, seed_rng
 from tools.training.config import ConfigError, Data, load_config
-from tools.training.job import TextToTokens
+from tools.training.job import PatientLoader, TextToTokens
 from tools.training.launch import ROOT, Torchrun, call
+from tools.training.lock import hold
 from tools.training.metrics import newest_step, read_metrics
 
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -59,6 +63,72 @@ def manifest(tmp_path_factory):
     call(["-m", "shardstream", "index", folder / "parquet", "-o", path, "--tokens-column", "tokens"])
     call(["-m", "shardstream", "index", folder / "tar", folder / "tar.zst", "-o", folder / "tar.manifest.parquet"])
     return path
+
+
+# ------------------------------------------------------------------------------------------- how a job starts and ends
+
+
+def _terminate_itself(_worker):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_workers_outlive_a_sigterm_that_comes_while_they_start(tmp_path):
+    """Found by tools/chaos.py: one that had not begun to ignore it was gone, and its rank could not save."""
+    path = parquet_manifest(tmp_path, [12]).save(tmp_path / "m").path
+    dataset = StreamingDataset(path, batch_size=3, topology=Topology(0, 1))
+    loader = PatientLoader(dataset, num_workers=2, worker_init_fn=_terminate_itself, timeout=60)
+    assert sum(len(batch.sample_ids) for batch in loader) == 12
+    assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+_HOLD = "import sys; from pathlib import Path; from tools.training.lock import hold; hold(Path(sys.argv[1]), 0.3)"
+
+
+def test_a_run_folder_is_one_jobs_until_its_process_ends(tmp_path):
+    def start():
+        return subprocess.run([sys.executable, "-c", _HOLD, tmp_path], capture_output=True, text=True, check=False)
+
+    with hold(tmp_path, 1):
+        refused = start()
+        assert refused.returncode == 1
+        assert f"another job is at this run [{tmp_path}]: found process {os.getpid()} on" in refused.stderr
+    assert start().returncode == 0
+    with hold(tmp_path, 1):  # that one has ended
+        pass
+
+
+_RANK = """
+import os, sys, time
+from tools.train import Stop
+stop = Stop()
+assert not stop.is_asked
+print("ready", flush=True)
+while not stop.is_asked:
+    time.sleep(0.01)
+open(sys.argv[1], "w").write("stopped")
+"""
+_LAUNCHER = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', *sys.argv[1:]]).wait()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_torchrun", [True, False])
+def test_a_rank_stops_when_torchrun_is_gone_and_only_then(is_torchrun, tmp_path):
+    """Found by tools/chaos.py: ranks trained on for ever after torchrun was killed, beside those of the next start."""
+    told = tmp_path / "told"
+    environ = {**os.environ, **({"TORCHELASTIC_RUN_ID": "1"} if is_torchrun else {})}
+    command = [sys.executable, "-c", _LAUNCHER, _RANK, str(told)]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True, cwd=ROOT) as launcher:
+        assert launcher.stdout.readline() == "ready\n"
+        [rank] = psutil.Process(launcher.pid).children()
+        launcher.kill()
+    if is_torchrun:
+        psutil.wait_procs([rank], timeout=30)
+        assert told.read_text() == "stopped"
+    else:  # started from a shell that was closed since
+        time.sleep(0.3)
+        assert rank.is_running()
+        assert not told.exists()
+        rank.kill()
 
 
 # ------------------------------------------------------------------------------------------------------------- config

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from shardstream.errors import PlanError
 from shardstream.manifest import Manifest
 from shardstream.mixture_file import mixture_of
 from shardstream.packing import Packing
-from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
+from shardstream.torch import Batch, StreamingDataset, StreamingLoader, Topology, pad_tokens
 from shardstream.torch.ledger import Ledger
 from tools.training.checkpoint import Checkpoints, restore_rng, rng_state, seed_rng
 from tools.training.config import Config, Data
@@ -44,9 +44,20 @@ class TextToTokens:
         return {"tokens": np.frombuffer(bytearray(text.encode() if isinstance(text, str) else text), np.uint8)}
 
 
-def _outlive_sigterm(_worker: int) -> None:
-    """Lets a worker live on when torchrun or a scheduler sends SIGTERM to all processes: its rank still needs it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+@final
+class PatientLoader(StreamingLoader):
+    """A loader whose workers live on when torchrun or a scheduler sends SIGTERM to all processes.
+
+    Their rank still needs them to finish its window. They inherit a mask: to ignore the signal once they have begun
+    would leave those helpless that are just beginning.
+    """
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return super().__iter__()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def open_dataset(config: Config, topology: Topology) -> StreamingDataset:
@@ -148,11 +159,11 @@ class Job:
         if has_cuda:
             torch.cuda.set_device(device)
         dataset = open_dataset(config, topology)
-        loader = StreamingLoader(
+        loader = PatientLoader(
             dataset,
             num_workers=config.data.num_workers,
             pin_memory=has_cuda,
-            worker_init_fn=_outlive_sigterm,
+            timeout=config.timeout_s if config.data.num_workers else 0,  # a worker that hangs ends the job, too
         )
         torch.manual_seed(config.seed)  # the same weights on every rank
         dtype = torch.float64 if config.precision == "float64" else torch.float32
