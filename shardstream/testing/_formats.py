@@ -164,7 +164,7 @@ class FormatTests:
         last = manifest.num_blocks - 1
         next(format_of(url).read_runs(Shard(manifest, 0), 0, None))
         os.truncate(url, int(manifest.block_offset[last]) + 10)
-        with pytest.raises(ReadError, match=r"shard\."):
+        with pytest.raises((ReadError, ShardChangedError), match=r"shard\."):
             list(format_of(url).read_runs(Shard(manifest, 0), last, None))
 
     def test_a_missing_shard_is_a_read_error(self, url: str) -> None:
@@ -183,7 +183,7 @@ class FormatTests:
     def test_a_remote_shard_gives_the_same_rows(self, url: str) -> None:
         rows = self.write_shard(Path(url), 300)
         folder, memory = f"memory://{uuid4().hex}", fsspec.filesystem("memory")
-        for file in Path(url).parent.iterdir():
+        for file in filter(Path.is_file, Path(url).parent.iterdir()):
             memory.pipe_file(f"{folder}/{file.name}", file.read_bytes())
         remote = f"{folder}/{Path(url).name}"
         local, manifest = self.manifest(url), self.manifest(remote)
