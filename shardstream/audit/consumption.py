@@ -113,6 +113,7 @@ def check_consumed(directory: str | os.PathLike[str], manifest: Manifest) -> Con
     violations += faults + _gaps(complete, first)
     begun = max(log.start.epoch for log in logs)  # epochs before the one where an attempt began are finished
     epochs = list(count_epochs(complete, begun, violations, first))
+    notes += [_masked_note(epoch) for epoch in epochs if epoch.num_masked]
     return ConsumedReport(tuple(violations), (*_notes(logs, empty), *notes), tuple(counts), tuple(epochs))
 
 
@@ -145,6 +146,12 @@ def _notes(logs: list[RankLog], empty: list[Path]) -> Iterator[str]:
         yield f"oldest parts were dropped to keep a bound: nothing is proved before epoch {epoch}, position {position}"
     if num_unknown := sum(log.num_unknown for log in logs):
         yield f"{num_unknown} line(s) of kinds unknown here were skipped"
+
+
+def _masked_note(epoch: ConsumedEpoch) -> str:
+    more = epoch.num_masked - len(epoch.masked)
+    names = ", ".join(epoch.masked) + (f" and {more} more" if more else "")
+    return f"epoch {epoch.epoch}: {epoch.num_masked} masked, that is dealt and not trained on: {names}"
 
 
 def _first_known(logs: list[RankLog]) -> Place:

@@ -55,13 +55,14 @@ class ConsumedEpoch:
         num_padding: Rows that only filled micro-batches.
         num_dropped: Samples that the tail left out.
         num_repeated: Samples that the tail repeats (``tail="repeat"``).
-        num_masked: Samples that could not be decoded or were rejected.
+        num_masked: Samples that could not be decoded, were rejected, or were left by the loop.
         missing: Samples that were not trained on, though they should have been: the first of them, named.
         num_missing: How many.
         repeated: Samples trained on more often than they should have been: the first of them, named.
         num_extra: How many.
         foreign: Ids that are no samples of the manifest: the first of them.
         num_foreign: How many.
+        masked: The first of those that are masked, named.
     """
 
     epoch: int
@@ -78,6 +79,7 @@ class ConsumedEpoch:
     num_extra: int = 0
     foreign: tuple[str, ...] = ()
     num_foreign: int = 0
+    masked: tuple[str, ...] = ()
 
 
 class _Tally:
@@ -147,6 +149,7 @@ def _count_window(window: CountedWindow, tallies: dict[int, _Tally]) -> list[str
     epoch, faults = window.place[0], []
     expected = ExpectedWindow(window.plan, *window.place)
     trained: Counter[int] = Counter()
+    masked: Counter[int] = Counter()
     for rank, logged in sorted(window.by_rank.items()):
         where = f"attempt {window.attempt}, epoch {epoch}, position {window.place[1]}, rank {rank}"
         for entry in logged:
@@ -161,12 +164,16 @@ def _count_window(window: CountedWindow, tallies: dict[int, _Tally]) -> list[str
                 faults.append(f"{where}: {num_padding} padding rows, expected {expected.num_padding(rank)}")
             trained.update(ids)
             tallies[epoch].num_padding += num_padding
-            tallies[epoch].masked += entry.masked_ids
+            masked.update(entry.masked_ids)
     for ahead, ids_due in expected.by_epoch().items():
+        masked_of_epoch = masked & Counter(ids_due)
+        masked -= masked_of_epoch
+        tallies[epoch + ahead].masked += masked_of_epoch.elements()
         of_epoch = trained & Counter(ids_due)  # the smaller number of each
         trained -= of_epoch
         tallies[epoch + ahead].add(of_epoch)
         tallies[epoch + ahead].due[ids_due] = 1
+    tallies[epoch].masked += masked.elements()
     tallies[epoch].add(trained)  # what this window should not have held
     tallies[epoch].repeated += expected.repeated_ids()
     return faults
@@ -193,6 +200,7 @@ def _closed(epoch: int, tally: _Tally, plan: Plan, violations: list[str], *, is_
         num_extra=len(extra),
         foreign=tuple(map(str, tally.foreign[:NUM_NAMED])),
         num_foreign=len(tally.foreign),
+        masked=tuple(sample_names(plan, sorted(masked)[:NUM_NAMED])),
     )
     parts = (
         ("missing", counted.missing, counted.num_missing),

@@ -13,6 +13,7 @@ from shardstream.cli import main
 from shardstream.consumed import id_checksum, read_logs
 from shardstream.errors import DesyncError, PlanError, ReadError
 from shardstream.mixing import Mixture
+from shardstream.quarantine import read_quarantine
 from shardstream.rounds import read_rounds
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology, pad_tokens
 from shardstream.torch.ledger import Ledger
@@ -58,6 +59,32 @@ def lines_of(folder, name="rank-00000.attempt-0000.jsonl"):
 
 
 # ---------------------------------------------------------------------------------------------------- what is logged
+
+
+def refuse_some(sample):
+    return None if sample["uid"] in (4, 9, 21) else sample
+
+
+@pytest.mark.parametrize("tail", ["pad", "continue"])
+def test_masked_samples_are_named_and_not_taken_for_trained(manifest, tmp_path, tail):
+    options = {"transform": refuse_some, "on_error": "mask", "max_masked_fraction": 1.0, "quarantine": tmp_path / "q"}
+    loader = loader_of(manifest, tail=tail, **options)
+    with Ledger(tmp_path, loader) as ledger:
+        Trainer()(ledger, windows(loader), num_windows=12 if tail == "continue" else None)
+    entries = [line for line in lines_of(tmp_path) if line["kind"] == "window"]
+    masked = [number for line in entries for number in line.get("masked_ids", ())]
+    reported = read_quarantine(tmp_path / "q")
+    # The report is written when a batch is handed out, here one window ahead of the ledger.
+    in_order = [sample.sample_id for sample in reported]
+    assert sorted(masked) == sorted(in_order[: len(masked)])
+    assert len(in_order) - len(masked) <= 4
+    assert set(masked) == {4, 9, 21}
+    report = check_ledger(tmp_path, manifest)
+    assert report.holds, report.violations
+    epoch = report.consumed.epochs[0]
+    assert (epoch.num_samples, epoch.num_masked, epoch.num_missing) == (NUM_SAMPLES - 3, 3, 0)
+    assert [name.partition(" ")[0] for name in epoch.masked] == ["4", "9", "21"]
+    assert any(note.startswith("epoch 0: 3 masked, that is dealt and not trained on: 4 (") for note in report.consumed.notes)
 
 
 def test_numbers(manifest, tmp_path):
