@@ -39,6 +39,11 @@ def shown_url(url: str) -> str:
     return _QUERY.sub(r"\g<url>?...", _CREDENTIALS.sub(r"\g<scheme>", url))
 
 
+def _printable(text: str) -> str:
+    """Names that are not UTF-8 become escapes, so that a message can be printed, logged and sent anywhere."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def listed(numbers: Sequence[object], num_shown: int = 16) -> str:
     """Returns numbers as text for a message: the first of them, and of the rest how many there are.
 
@@ -92,7 +97,7 @@ class ShardStreamError(Exception):
         facts += [f"found {shown_url(str(found))}"] if found is not None else []
         text = shown_url(what) + (f" [{', '.join(place)}]" if place else "")
         text += (": " + ", ".join(facts)) if facts else ""
-        super().__init__(text + (f"; {shown_url(hint)}" if hint else ""))
+        super().__init__(_printable(text + (f"; {shown_url(hint)}" if hint else "")))
 
 
 class ManifestError(ShardStreamError):

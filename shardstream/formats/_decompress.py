@@ -9,8 +9,10 @@ from typing import Any, BinaryIO, Protocol
 
 import zstandard
 
-_INPUT_NUM_BYTES = 1 << 16  # compressed bytes fed at a time: bounds what one step can decode to
+_INPUT_NUM_BYTES = 1 << 13  # compressed bytes fed at a time: what one step decodes to is 256 MiB at most
 _MAX_WINDOW_NUM_BYTES = 1 << 31  # `zstd --long=31`
+_MAX_RATIO = 2_000  # of a stream; gzip cannot do more than 1,032
+_ANY_NUM_BYTES = 64 << 20  # decoded bytes that are never too many
 _FRAME_MARK = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE_MARKS = frozenset(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
 
@@ -79,6 +81,8 @@ class ZstdStream:
             self._output = self._decoder.decompress(data)
             self._output_num_bytes += len(self._output)
             self._input_offset += len(data)
+            if self._output_num_bytes > max(_ANY_NUM_BYTES, _MAX_RATIO * self._input_offset):
+                raise zstandard.ZstdError(f"it decodes to more than {_MAX_RATIO:,} times its size: a trap?")
             if self._decoder.eof:
                 self._input = self._decoder.unused_data
                 self._input_offset -= len(self._input)
@@ -146,13 +150,18 @@ class ForwardFile:
     Args:
         stream: Where the bytes come from.
         seekable: The same object if it can seek, so that skipped data is not read.
+        position: Where in the decoded stream it begins.
+        max_read: What a single ``read`` may ask for; more is an error, before anything is read.
 
     Attributes:
         last: What the last ``read`` returned.
     """
 
-    def __init__(self, stream: Readable, seekable: BinaryIO | None = None, position: int = 0) -> None:
+    def __init__(
+        self, stream: Readable, seekable: BinaryIO | None = None, position: int = 0, max_read: int | None = None
+    ) -> None:
         self.last = b""
+        self._max_read = max_read
         self._stream, self._seekable = stream, seekable
         self._position = position
         self._pushed_back = b""
@@ -162,7 +171,13 @@ class ForwardFile:
         return self._position
 
     def read(self, size: int) -> bytes:
-        """Returns ``size`` bytes, fewer only at the end."""
+        """Returns ``size`` bytes, fewer only at the end.
+
+        Raises:
+            OSError: If that is more than may be asked for.
+        """
+        if self._max_read is not None and size > self._max_read:
+            raise OSError(f"{size} bytes are asked for at once, more than {self._max_read}")
         data = self._pushed_back[:size]
         self._pushed_back = self._pushed_back[size:]
         while len(data) < size and (more := self._stream.read(size - len(data))):

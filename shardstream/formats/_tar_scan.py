@@ -21,7 +21,10 @@ import numpy.typing as npt
 from shardstream.errors import ManifestError
 from shardstream.formats._decompress import ForwardFile
 
+MAX_HEADER_NUM_BYTES = 1 << 20  # of a PAX header or a long name: tarfile would read gigabytes if one says so
+
 _BLOCK = 512
+_TARFILE_ERRORS = (tarfile.TarError, ValueError, OverflowError, LookupError, RecursionError)  # what bad headers raise
 _IGNORED = re.compile(r"(?:^|/)(?:\._[^/]*|\.DS_Store|__[^/]*__(?:/.*)?)$")
 _RESERVED = re.compile(r"__.*__")
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<field>[^/]+)", re.DOTALL)
@@ -65,7 +68,7 @@ def scan_members(stream: ForwardFile, url: str, findings: Findings) -> Iterator[
                     archive.members = []  # type: ignore[attr-defined]  # or it keeps them all
                     has_end = False
                     yield from _members(info, url, findings)
-        except tarfile.TarError as error:
+        except _TARFILE_ERRORS as error:
             if stream.tell() == 0:
                 hint = "write it again, or leave it out"
                 raise ManifestError("the shard is empty (0 bytes)", url=url, hint=hint) from error

@@ -276,6 +276,8 @@ def _take_in(scanned: _Scanned, piece: _Piece, num_rows: int, url: str, options:
 
 def _table(data: npt.NDArray[np.uint8], schema: pa.Schema | None) -> pa.Table:
     """Parses whole lines, in these types; by Arrow's own choice without a schema."""
+    if data[np.argmax(data > ord(" "))] != ord("{"):  # at a null, Arrow ends the process
+        raise pa.ArrowInvalid("a line is no JSON object")
     how = pj.ParseOptions() if schema is None else pj.ParseOptions(schema, unexpected_field_behavior="ignore")
     reading = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
     table = pj.read_json(pa.BufferReader(pa.py_buffer(data)), read_options=reading, parse_options=how)

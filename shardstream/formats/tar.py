@@ -26,7 +26,7 @@ from shardstream.formats._shards import (
     run_bounds,
 )
 from shardstream.formats._tar_blocks import TarBlocks, cut_blocks
-from shardstream.formats._tar_scan import Findings, MemberTable, group_members, scan_members
+from shardstream.formats._tar_scan import MAX_HEADER_NUM_BYTES, Findings, MemberTable, group_members, scan_members
 from shardstream.manifest import ColumnSchema
 from shardstream.ranges import ByteRange
 
@@ -145,7 +145,8 @@ def _scan(
         with storage.open_source(url, storage_options, num_bytes=num_bytes) as file:
             stream = decompressed(file, format_name)
             seekable = file if format_name == "tar" and storage.local_path(url) is not None else None
-            table = group_members(scan_members(ForwardFile(stream, seekable), url, findings), url)
+            forward = ForwardFile(stream, seekable, max_read=MAX_HEADER_NUM_BYTES)
+            table = group_members(scan_members(forward, url, findings), url)
     except DAMAGE as error:
         found = f"{type(error).__name__}: {error}"
         hint = "fetch or write it again"
@@ -189,7 +190,7 @@ def _count_tokens(url: str, table: MemberTable, blocks: TarBlocks, options: Inde
         for begin, end, step in zip((ends - blocks.rows).tolist(), ends.tolist(), blocks.run_rows.tolist(), strict=True)
         for first in range(begin, end, step)
     ]
-    bounds = zip(firsts, [*firsts[1:], len(table.keys)], strict=True)
+    bounds = zip(firsts, [*firsts[1:], len(table.keys)][: len(firsts)], strict=True)
     return token_counts([RunLengths(lengths[b:e], is_document[b:e]) for b, e in bounds], options.pack)
 
 

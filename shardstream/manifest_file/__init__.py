@@ -42,7 +42,15 @@ __all__ = [
 
 Options = Mapping[str, Any]
 
-_ABOUT = ("root", "root_is_relative", "columns", "arrow_schema", "tokens_column", "metadata", "fingerprint")
+_ABOUT: dict[str, type | tuple[type, ...]] = {
+    "root": str,
+    "root_is_relative": bool,
+    "columns": list,
+    "arrow_schema": str,
+    "tokens_column": (str, type(None)),
+    "metadata": dict,
+    "fingerprint": str,
+}
 
 
 def load_manifest(
@@ -75,7 +83,8 @@ def load_manifest(
         if table.schema.names != list(COLUMNS) or any(table.column(name).null_count for name in COLUMNS):
             raise _damaged(url, expected=", ".join(COLUMNS), found=", ".join(table.schema.names))
         arrays = {name: typed(table.column(name), kind) for name, kind in COLUMNS.items()}
-    except (pa.ArrowException, OSError) as error:
+        arrow_schema = base64.b64decode(about["arrow_schema"])
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8, or not base64
         raise _damaged(url, found=error) from error
     first_block = _first_block(url, arrays)
     manifest = Manifest(
@@ -91,7 +100,7 @@ def load_manifest(
         block_offset=list_values(arrays["block_offset"]),
         block_num_bytes=list_values(arrays["block_num_bytes"]),
         columns=tuple(ColumnSchema(*column) for column in about["columns"]),
-        arrow_schema=base64.b64decode(about["arrow_schema"]),
+        arrow_schema=arrow_schema,
         tokens_column=about["tokens_column"],
         path=url,
         lists=_lists_of(file, path=url, storage_options=storage_options),
@@ -238,7 +247,7 @@ def _opened(url: str, storage_options: Options | None) -> tuple[pq.ParquetFile, 
         if isinstance(error.__cause__, FileNotFoundError):
             raise ManifestError("there is no manifest here", url=url, hint="check the path") from error
         raise
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         hint = "make one with `shardstream index`; if it was one, it is cut or damaged"
         raise ManifestError("this is not a manifest", url=url, found=error, hint=hint) from error
     text = (file.metadata.metadata or {}).get(METADATA_KEY)
@@ -246,10 +255,10 @@ def _opened(url: str, storage_options: Options | None) -> tuple[pq.ParquetFile, 
         hint = "make one with `shardstream index` and pass its output"
         raise ManifestError("this is a Parquet file, but not a manifest", url=url, hint=hint)
     about: dict[str, Any] = {}
-    with contextlib.suppress(ValueError, TypeError):
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
         about = dict(json.loads(text))
     version = about.get("version")
-    if not isinstance(version, int):
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise _damaged(url, found=f"version {version!r}")
     if version > MANIFEST_VERSION:
         what, expected = "the manifest was made by a newer shardstream", f"version {MANIFEST_VERSION} at most"
@@ -257,7 +266,18 @@ def _opened(url: str, storage_options: Options | None) -> tuple[pq.ParquetFile, 
         raise ManifestError(what, url=url, expected=expected, found=version, hint=hint)
     if missing := [name for name in _ABOUT if name not in about]:
         raise _damaged(url, expected=", ".join(_ABOUT), found=f"no {', '.join(missing)}")
+    _check_about(url, about)
     return file, about
+
+
+def _check_about(url: str, about: Mapping[str, Any]) -> None:
+    wrong = [name for name, kinds in _ABOUT.items() if not isinstance(about[name], kinds)]
+    if wrong:
+        raise _damaged(url, expected="values of the right types", found=f"{wrong[0]} {about[wrong[0]]!r}"[:200])
+    for column in about["columns"]:
+        kinds = [type(part) for part in column] if isinstance(column, list) else []
+        if kinds != [str, str, int]:
+            raise _damaged(url, expected="columns of a name, a type and a count", found=repr(column)[:200])
 
 
 def _fingerprint_at(url: str, storage_options: Options | None) -> str | None:

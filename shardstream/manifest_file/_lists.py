@@ -110,7 +110,7 @@ class _OpenFile:
         self._lock = threading.Lock()
         try:
             self._file = pq.ParquetFile(source)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise ManifestError("the manifest's lists cannot be read", url=url, found=error) from error
         groups = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
         self._ends = np.cumsum(groups).tolist()
@@ -133,14 +133,14 @@ class _OpenFile:
         try:
             with self._lock:
                 table = self._file.read(columns=list(names), use_threads=False)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise ManifestError("the manifest's lists cannot be read", url=self._url, found=error) from error
         return {name: list_values(typed(table.column(name), list_type(name))) for name in names}
 
     def _load(self, group: int, names: Sequence[str]) -> None:
         try:
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise ManifestError("the manifest's lists cannot be read", url=self._url, found=error) from error
         for name in names:
             self._columns[name] = typed(table.column(name), list_type(name)).combine_chunks()
