@@ -24,7 +24,7 @@ PackingMode: TypeAlias = Literal["tokens", "whole", "unpacked"]
 _NO_COUNTS = "index the shards again with `shardstream index --tokens-column {column}`"
 _NO_TOKENS = (
     "how many tokens there are must be known beforehand: write text as a column of token lists first "
-    "(`shardstream tokenize` is planned)"
+    "(`shardstream tokenize`)"
 )
 
 

@@ -15,11 +15,12 @@ PACKAGE = Path(__file__).parents[1] / "shardstream"
 # What each part may import directly; what those may import, it may import too. A folder is one part.
 BELOW = {
     "cli": "commands",
-    "commands": "torch audit verify index fetch",
+    "commands": "prepare torch audit verify index fetch",
     "testing": "index",
     "torch": "audit index fetch quarantine",
     "audit": "memory consumed rounds plan formats manifest_file mixture_plan",
     "verify": "index permutation checksums",
+    "prepare": "index formats manifest_file permutation processes",
     "index": "processes formats manifest_file checksums",
     "fetch": "faults ahead memory reading mixture_layout formats manifest_file",
     "faults": "layout",

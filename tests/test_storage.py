@@ -128,7 +128,7 @@ def test_listings(tmp_path):
 @pytest.mark.parametrize("prefix", ["memory://", "simplecache::memory://"])
 def test_listings_keep_the_form_of_the_url(prefix, tmp_path):
     base = f"memory://{tmp_path.name}"
-    for name in ("a.tar", "x/b.tar"):
+    for name in ("a.tar", "x/b.tar", ".hidden/c.tar", "x/.d.tar"):
         fsspec.filesystem("memory").pipe(f"{base}/{name}", b"1")
     base = f"{prefix}{tmp_path.name}"
     assert sorted(storage.list_files(base + "/")) == [f"{base}/a.tar", f"{base}/x/b.tar"]

@@ -30,6 +30,22 @@ _RESERVED = re.compile(r"__.*__")
 _NAME = re.compile(r"(?P<key>(?:.*/)?[^./][^./]*)\.(?P<field>[^/]+)", re.DOTALL)
 
 
+def splits_into(name: str) -> tuple[str, str] | None:
+    """Returns key and field of a member of this name, or None if it is no part of a sample.
+
+    Example:
+        >>> splits_into("train.v1/0001.seg.PNG"), splits_into("train/._0001.jpg")
+        (('train.v1/0001', 'seg.png'), None)
+    """
+    while name.startswith("./"):
+        name = name[2:]
+    parts = _NAME.fullmatch(name)
+    if parts is None or _IGNORED.search(name):
+        return None
+    suffix = parts["field"].lower()
+    return None if not suffix.isprintable() or _RESERVED.fullmatch(suffix) else (parts["key"], suffix)
+
+
 @dataclass(frozen=True)
 class Member:
     """A regular file in a tar: its name, and where its data is in the decoded stream."""

@@ -33,7 +33,7 @@ from shardstream.ranges import ByteRange
 KEY_COLUMN = "__key__"
 NO_WAY_IN = (
     "compressed in one piece: a start in the middle decodes the shard from its beginning; written again as zstd frames "
-    "of a few MiB it could be entered anywhere (`shardstream reshard` is planned)"
+    "of a few MiB it could be entered anywhere (`shardstream reshard` writes it so)"
 )
 _LISTS = ("sample_keys", "sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")
 

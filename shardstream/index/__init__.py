@@ -138,7 +138,7 @@ def advice(manifest: Manifest) -> list[str]:
     text = (
         f"{len(large)} of {manifest.num_blocks} blocks are larger than {LARGE_BLOCK_NUM_BYTES >> 20} MiB (the largest, "
         f"about {int(sizes[worst]) >> 20} MiB, is in {shown_url(url)}): a start in the middle of one decodes it from "
-        "its beginning; write smaller row groups, or tars of zstd frames of a few MiB"
+        "its beginning; `shardstream reshard` writes smaller row groups, and tars of zstd frames of a few MiB"
     )
     return [text]
 

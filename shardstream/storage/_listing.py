@@ -49,7 +49,10 @@ def list_files(url: str, storage_options: Options | None = None) -> list[str]:
         with naming(url):
             return _walk(path)
     folder = url.rstrip("/")
-    return _urls(folder, storage_options, _ask_names("find", folder, storage_options))
+    names = _ask_names("find", folder, storage_options)
+    _, inner = file_system(folder, storage_options)
+    shown = [name for name in names if not any(part[:1] == "." for part in name.removeprefix(inner).split("/"))]
+    return _urls(folder, storage_options, shown)
 
 
 def list_matches(pattern: str, storage_options: Options | None = None) -> list[str]:

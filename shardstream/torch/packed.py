@@ -69,7 +69,7 @@ def packed_assembly(assembly: Assembly, columns: Sequence[str] | None) -> Assemb
         raise PlanError(
             "packing cuts sequences from tokens that are counted beforehand, which a transform would change",
             found="transform=",
-            hint="write a column of token lists first (`shardstream tokenize` is planned), and leave transform out",
+            hint="write a column of token lists first (`shardstream tokenize`), and leave transform out",
         )
     if assembly.collate is not None and not getattr(assembly.collate, "takes_columns", False):
         hint = "give it a true attribute takes_columns: it then gets the dict of a batch's columns"
