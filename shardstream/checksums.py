@@ -68,7 +68,7 @@ def checksums_of(file: BinaryIO, spans: Sequence[tuple[int, int]], num_bytes: in
 
 
 def checksum(*parts: bytes) -> bytes:
-    """Returns the checksum of a block that comes in parts: 16 bytes."""
+    """Returns the checksum of a block in parts, end to end: 16 bytes."""
     hasher = new_hasher()
     for part in parts:
         hasher.update(part)

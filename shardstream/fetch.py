@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from shardstream.ahead import BlocksAhead
+from shardstream.block_check import BlockCheck
 from shardstream.columns import Rows, slice_rows
 from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
@@ -105,11 +106,12 @@ def fetch(
     layout = layout if layout is not None else layout_of(plan, None)
     reading = fitted(plan, reading or Reading(), num_workers)
     stats = stats if stats is not None else ReadStats()
+    check = BlockCheck(manifests_of(plan), stats) if reading.verify_checksums else None
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
     gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)  # its own: decoding need not wait for copies
     ranges = reading.ranges(manifests_of(plan), stats, num_workers)
-    runs = _OpenRuns(layout, reading, pool, stats, ranges, finds_faults=finds_faults)
+    runs = _OpenRuns(layout, reading, pool, stats, ranges, check, finds_faults=finds_faults)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
     if runs.ahead is not None:
@@ -215,6 +217,7 @@ class _OpenRuns:
         pool: ThreadPoolExecutor,
         stats: ReadStats,
         ranges: Ranges | None,
+        check: BlockCheck | None,
         *,
         finds_faults: bool,
     ) -> None:
@@ -225,6 +228,7 @@ class _OpenRuns:
             if ranges is None
             else BlocksAhead(layout, self._shard_of, ranges, reading.look_ahead, reading.ahead_num_bytes)
         )
+        self._check = check
         self._held: dict[RunKey, _Held] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
         self.epoch = 0  # of the gather that runs are acquired for
@@ -275,7 +279,9 @@ class _OpenRuns:
         if self.ahead is not None:
             self.ahead.wait(key)
         format_ = format_of("." + shard.manifest.formats[shard.index])
-        advanced = self._advanced(format_.read_runs(shard, key.block, columns, key.run), key)
+        check = nullcontext() if self._check is None else self._check.checked(format_, shard, key.block, columns)
+        with check:
+            advanced = self._advanced(format_.read_runs(shard, key.block, columns, key.run), key)
         if self.ahead is not None:
             self.ahead.opened(key)
         return advanced

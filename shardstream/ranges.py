@@ -109,6 +109,21 @@ class Ranges:
         finally:
             self.forget(range_)
 
+    def read_again(self, range_: ByteRange) -> bytes:
+        """Fetches a range from storage whatever the cache has; who asked for it ahead gets these bytes, too.
+
+        Raises:
+            ReadError: If storage failed.
+            ShardChangedError: If the file is another version.
+        """
+        data = self._from_storage(range_)
+        with self._lock:
+            asked = self._asked.get(range_)
+            if asked is not None:
+                asked.future = Future()
+                asked.future.set_result(data)
+        return data
+
     def forget(self, range_: ByteRange) -> None:
         """Takes back what was asked for ahead: the last one to do so drops it."""
         with self._lock:
@@ -128,12 +143,14 @@ class Ranges:
         self._asked.clear()
 
     def _fetch(self, range_: ByteRange) -> bytes:
-        key = RangeCache.key(range_.url, range_.version, str(range_.start), str(range_.end))
-        cached = self._cache.get(key) if self._cache is not None else None
+        cached = self._cache.get(_key(range_)) if self._cache is not None else None
         if cached is not None and len(cached) == range_.end - range_.start:
             with self._lock:
                 self._stats.num_cache_hits += 1
             return cached
+        return self._from_storage(range_)
+
+    def _from_storage(self, range_: ByteRange) -> bytes:
         data, tag = storage.read_versioned(range_.url, range_.start, range_.end, range_.storage_options)
         is_whole = len(data) == range_.end - range_.start
         range_.check(tag if is_whole else tag or "")  # what was cut is no version that was seen before
@@ -142,5 +159,10 @@ class Ranges:
             self._stats.num_requests += 1
             self._stats.num_bytes_fetched += len(data)
         if self._cache is not None:
-            self._cache.put(key, data)
+            self._cache.put(_key(range_), data)
         return data
+
+
+def _key(range_: ByteRange) -> str:
+    """Under which the cache keeps a range."""
+    return RangeCache.key(range_.url, range_.version, str(range_.start), str(range_.end))

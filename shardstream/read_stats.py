@@ -28,6 +28,7 @@ class ReadStats:
         num_requests: Ranges read from storage by themselves (of remote shards).
         num_bytes_fetched: Their bytes.
         num_cache_hits: Ranges that the disk cache had.
+        num_blocks_verified: Blocks whose bytes were compared with the manifest's checksums.
 
     Example:
         >>> stats = ReadStats()
@@ -45,6 +46,7 @@ class ReadStats:
     num_requests: int = 0
     num_bytes_fetched: int = 0
     num_cache_hits: int = 0
+    num_blocks_verified: int = 0
     _seen: dict[tuple[int, int], bytearray] = field(default_factory=dict, repr=False, compare=False)
     _untold: list[OpenedBlock] | None = field(default=None, repr=False, compare=False)
 

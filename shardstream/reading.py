@@ -37,6 +37,8 @@ class Reading:
         cache_dir: Folder in which ranges of remote shards are kept for all ranks of a host; None for no cache.
         cache_num_bytes: Size at which what was not used for the longest time is deleted from it.
         cache_local: Whether shards with local paths are kept there, too: for those on a network's file system.
+        verify_checksums: Compare blocks with the manifest's checksums before they are decoded, where all their bytes
+            are read: blocks of one run, read with all columns. ``num_blocks_verified`` counts them.
 
     Raises:
         PlanError: If a number is not positive.
@@ -53,6 +55,7 @@ class Reading:
     cache_dir: str | os.PathLike[str] | None = None
     cache_num_bytes: int = 64 << 30
     cache_local: bool = False
+    verify_checksums: bool = False
 
     def __post_init__(self) -> None:
         for name in (

@@ -11,13 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from shardstream import storage
-from shardstream.errors import ManifestError, ReadError, ShardChangedError
-from shardstream.fetch import fetch
+from shardstream.errors import ManifestError, PlanError, ReadError, ShardChangedError
+from shardstream.fetch import ReadStats, fetch
+from shardstream.index import IndexSettings
 from shardstream.plan import Plan
 from shardstream.reading import Reading
-from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manifest
+from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manifest, with_runs
 from tests.support.reading import all_rows
-from tools.faults import PASSING, Faults, FaultyServer, Folder, Upstream
+from tools.faults import LYING, PASSING, Faults, FaultyServer, Folder, Upstream
 
 DATA = bytes(range(256)) * 50
 
@@ -235,3 +236,62 @@ def test_a_listing_of_an_hour_ago_names_what_is_gone(tmp_path):
             ManifestError, match=r"1 of 3 shards cannot be used(?s:.*)part-00001\.parquet.*check the path"
         ):
             manifest_of_files([f"{server.url}/"])
+
+
+# ------------------------------------------------------------------------------------------------ answers that lie
+
+CHECKED = IndexSettings(checksum=True)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar", "tar.gz"])
+@pytest.mark.parametrize("is_local", [True, False])
+def test_blocks_are_checked_before_they_are_decoded(tmp_path, kind, is_local):
+    folder = tmp_path / "s"
+    known = parquet_manifest(folder, [70, 30]) if kind == "parquet" else tar_manifest(folder, [70, 30], f".{kind}")
+    with FaultyServer(Folder(folder)) as server:
+        paths = [folder / url if is_local else f"{server.url}/{url}" for url in known.urls]
+        manifest = manifest_of_files(paths, settings=CHECKED)
+        before, stats = server.num_bytes, ReadStats()
+        assert all_rows(manifest, stats=stats, verify_checksums=True) == all_rows(known)
+        assert stats.num_blocks_verified == stats.num_blocks_opened
+        num_bytes = server.num_bytes - before
+        all_rows(manifest)
+        assert server.num_bytes - before == 2 * num_bytes, "nothing is fetched twice"
+
+        path = folder / known.urls[0]
+        raw, place = bytearray(path.read_bytes()), int(manifest.block_offset[0] + manifest.block_num_bytes[0] // 2)
+        raw[place] ^= 1
+        written = path.stat().st_mtime_ns
+        path.write_bytes(raw)
+        os.utime(path, ns=(written, written))  # as a disk does it: nobody wrote
+        sums = manifest.lists.read(0, ["block_checksum"])["block_checksum"]
+        with pytest.raises(ShardChangedError, match=rf"{re.escape(path.name)}, block 0.*expected {sums[0].hex()}"):
+            all_rows(manifest, verify_checksums=True)
+
+
+def test_lies_of_a_store_are_asked_about_again(tmp_path):
+    local = parquet_manifest(tmp_path / "s", [70] * 3)
+    with FaultyServer(Folder(tmp_path / "s")) as server:
+        manifest = manifest_of_files([f"{server.url}/{url}" for url in local.urls], settings=CHECKED)
+        for cache in ({}, {"cache_dir": tmp_path / "cache"}):
+            server.counts.clear()
+            server.faults = Faults(0.1, LYING, seed=3)
+            assert all_rows(manifest, verify_checksums=True, **cache) == all_rows(local)
+            assert sum(server.counts[kind] for kind in LYING) >= 2
+        server.faults = Faults(1.0, LYING)
+        assert all_rows(manifest, verify_checksums=True, **cache) == all_rows(local), "the cache has what was right"
+        with pytest.raises(ShardChangedError, match="other bytes than when it was indexed"):
+            all_rows(manifest, verify_checksums=True)
+
+
+def test_parts_of_blocks_are_not_checked_and_not_counted(tmp_path):
+    manifest = parquet_manifest(tmp_path / "s", [70], settings=CHECKED)
+    stats = ReadStats()
+    all_rows(manifest, columns=("uid",), stats=stats, verify_checksums=True)
+    all_rows(with_runs(manifest, 3), stats=stats, verify_checksums=True)
+    assert stats.num_blocks_verified == 0
+
+
+def test_without_checksums_there_is_nothing_to_verify(tmp_path):
+    with pytest.raises(PlanError, match=r"no checksums.*--checksum"):
+        all_rows(parquet_manifest(tmp_path / "s", [7]), verify_checksums=True)
