@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardstream.mixing import Mixture
     from shardstream.order import EpochOrder
     from shardstream.packing import Packing
+    from shardstream.quarantine import MaskedSample, read_quarantine
     from shardstream.reading import Reading
     from shardstream.torch import Batch, Ragged, StreamingDataset, StreamingLoader, Topology
 else:
@@ -39,6 +40,7 @@ else:
         "Cursor": "shardstream.cursor",
         "EpochOrder": "shardstream.order",
         "Manifest": "shardstream.manifest",
+        "MaskedSample": "shardstream.quarantine",
         "Mixture": "shardstream.mixing",
         "Packing": "shardstream.packing",
         "Ragged": "shardstream.torch",
@@ -48,6 +50,7 @@ else:
         "Topology": "shardstream.torch",
         "build_manifest": "shardstream.index",
         "plan_batch": "shardstream.batching",
+        "read_quarantine": "shardstream.quarantine",
         "replan": "shardstream.batching",
     }
 
@@ -73,6 +76,7 @@ __all__ = [
     "EpochOrder",
     "Manifest",
     "ManifestError",
+    "MaskedSample",
     "Mixture",
     "Packing",
     "PlanError",
@@ -89,5 +93,6 @@ __all__ = [
     "__version__",
     "build_manifest",
     "plan_batch",
+    "read_quarantine",
     "replan",
 ]

@@ -21,6 +21,7 @@ PUBLIC = [
     "EpochOrder",
     "Manifest",
     "ManifestError",
+    "MaskedSample",
     "Mixture",
     "Packing",
     "PlanError",
@@ -37,6 +38,7 @@ PUBLIC = [
     "__version__",
     "build_manifest",
     "plan_batch",
+    "read_quarantine",
     "replan",
 ]
 

@@ -17,7 +17,7 @@ from shardstream.fetch import Fetched
 from shardstream.manifest import Manifest
 from shardstream.mixture_plan import AnyPlan
 from shardstream.torch.collate import collate_samples, columns_to_torch, count_valid, mask_padding, rows_to_samples
-from shardstream.torch.mixed import origins
+from shardstream.torch.mixed import Origin, origins
 
 Sample: TypeAlias = dict[str, Any]
 Target: TypeAlias = str | Callable[[Mapping[str, Any]], Tensor]
@@ -133,24 +133,27 @@ class Assembly:
             if self.transform is None:
                 continue
             try:
-                samples[number] = self._transformed(sample, origin.url, origin.row, origin.sample_id)
+                samples[number] = self._transformed(sample, origin, is_hinting=faults is None)
             except DecodeError as error:
                 if faults is None or not is_of_data(error):
                     raise
                 samples[number], faults[number] = None, error
         return samples
 
-    def _transformed(self, sample: Sample, url: str, row: int, sample_id: int) -> Any:
+    def _transformed(self, sample: Sample, origin: Origin, *, is_hinting: bool) -> Any:
+        sample_id, url, row = origin.sample_id, origin.url, origin.row
         try:
             result = self.transform(sample)  # type: ignore[misc]  # the caller has looked
         except ShardStreamError as error:
             raise DecodeError(f"sample {sample_id}: {error}", url=url, row=row) from error
         except Exception as error:
             what = f"transform failed for sample {sample_id}: {type(error).__name__}: {error}"
-            raise DecodeError(what, url=url, row=row, hint="the traceback above shows where") from error
+            hint = "the traceback above shows where" if is_hinting else None
+            raise DecodeError(what, url=url, row=row, hint=hint) from error
         if result is None:
             hint = "return a sample, or give on_error='mask': it then becomes a padding row, and ranks stay in step"
-            raise DecodeError(f"transform returned None for sample {sample_id}", url=url, row=row, hint=hint)
+            what = f"transform returned None for sample {sample_id}"
+            raise DecodeError(what, url=url, row=row, hint=hint if is_hinting else None)
         return result
 
     def count_targets(self, columns: dict[str, Any], is_padding: Tensor) -> dict[str, Tensor]:

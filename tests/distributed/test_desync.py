@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstream.audit.ledger import check_ledger, step_events
 from shardstream.consumed import id_checksum
 from shardstream.plan import Plan
+from shardstream.quarantine import read_quarantine
 from shardstream.rounds import read_rounds
 from shardstream.torch import StreamingDataset, StreamingLoader, pad_tokens, resolve_topology
 from shardstream.torch.ledger import Ledger
@@ -56,9 +57,12 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.num_steps = 0
 
+    def options(self) -> dict[str, object]:
+        return {}
+
     def go(self, manifest, folder) -> None:
         self.folder = folder
-        loader = StreamingLoader(dataset_of(manifest, accumulate=self.accumulate))
+        loader = StreamingLoader(dataset_of(manifest, accumulate=self.accumulate, **self.options()))
         with Ledger(folder, loader, timeout_s=self.timeout_s) as ledger:
             driven = windows(loader, sync=self.sync, timeout_s=self.timeout_s)
             for number, window in enumerate(ledger.watch(driven)):
@@ -91,6 +95,21 @@ class Healthy(Run):
         with ledger.collective("more ones", check=False):
             dist.all_reduce(numbers)
         assert numbers.tolist() == [4.0, 4.0]
+
+
+class MasksTooMuch(Run):
+    """A rank whose samples cannot be decoded stops before the others could wait for it."""
+
+    num_windows = None
+
+    def options(self):
+        transform = self.refuse if self.rank == 1 else None
+        quarantine = Path(self.folder).parent / "quarantine"
+        return {"transform": transform, "on_error": "mask", "max_masked_fraction": 0.0002, "quarantine": quarantine}
+
+    @staticmethod
+    def refuse(sample):
+        return sample if sample["uid"] % 3 else None
 
 
 class WholeEpoch(Run):
@@ -331,6 +350,16 @@ def test_an_error_of_one_rank_reaches_the_others(manifest, tmp_path):
     assert not any("secret" in path.read_text() for path in tmp_path.iterdir())
     assert second.startswith("ValueError")
     assert re.search("rank 1: left the loop with ValueError: a bad sample in s3://bucket/a", first)
+
+
+def test_a_rank_that_masks_too_much_stops_all(manifest, tmp_path):
+    (first, *_), (second, *_) = outcomes(MasksTooMuch, manifest, tmp_path / "ledger")
+    masked = read_quarantine(tmp_path / "quarantine")
+    assert {sample.rank for sample in masked} == {1}
+    assert second.startswith("DecodeError: too many samples of rank 1 cannot be decoded")
+    assert f"sample {masked[-1].sample_id} (" in second
+    assert first.startswith("DesyncError")
+    assert "rank 1: left the loop with DecodeError: too many samples of rank 1" in first
 
 
 def test_a_head_that_one_rank_forgets(manifest, tmp_path):
