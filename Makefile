@@ -6,6 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 STAMP  := $(VENV)/.installed
+OTHERS := $(VENV)/.frameworks-installed
 PINS   := tools/constraints.txt
 PEERS  := build/bench/venv
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check -qq
@@ -25,11 +26,18 @@ $(STAMP): pyproject.toml $(PINS)
 	@$(PIP) install -c $(PINS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
+# Training frameworks that tests/frameworks run with: 0.6 GB and about a minute.
+$(OTHERS): $(STAMP)
+	@echo "installing training frameworks into $(VENV)"
+	@$(PIP) install -c $(PINS) --no-build-isolation -e '.[frameworks]'
+	@touch $@
+
 # All that CI runs. pytest comes last: its closing line is the verdict.
 # One thread each: the tests start many processes, and two cores have no use for more.
 test: export OMP_NUM_THREADS := 1
 test: lint
 	python -m pytest -q -m "not rest"
+	@$(MAKE) --no-print-directory $(OTHERS)
 	python -m pytest -q -m rest
 
 # Without what is slow or starts several processes.

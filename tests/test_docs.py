@@ -25,7 +25,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_DOCS = sorted((ROOT / "docs").rglob("*.md"))
+# Pages on frameworks are run on several ranks, after the suite: tests/frameworks.
+PAGES = [ROOT / "README.md", *(page for page in _DOCS if page.parent.name != "frameworks")]
 RUNNABLE = frozenset({"python", "bash", "console"})
 MISNAMED = frozenset({"py", "python3", "pycon", "sh", "shell", "zsh", "shell-session"})  # would escape unseen
 SHELL_TIMEOUT_S = 240

@@ -196,13 +196,34 @@ class Window:
             PlanError: If there is no such head.
             DesyncError: If a head is missing or has no graph on this rank, which the others would wait for.
         """
-        self._check_heads(sums)
+        total = self._scaled(self._current, sums)
         self._has_loss = self._loop.has_seen_loss = True
+        return self._given(total, sums)
+
+    def loss_of(self, batch: Batch, **sums: LossSum) -> Tensor:
+        """Returns what ``loss`` does, for a micro-batch of this window that a loop of somebody else's is at.
+
+        A framework may take micro-batches ahead of the one that it trains on, and synchronises by itself: ``loss``'s
+        checks of when ``backward`` comes do not apply.
+
+        Args:
+            batch: The micro-batch; it may have been moved to a device.
+            **sums: As of ``loss``.
+
+        Raises:
+            PlanError: If there is no such head.
+            DesyncError: If a head is missing or has no graph on this rank, which the others would wait for.
+        """
+        total, self._roots = self._scaled(batch, sums), {}
+        return total
+
+    def _scaled(self, batch: Batch | None, sums: Mapping[str, LossSum]) -> Tensor:
+        self._check_heads(sums)
         terms = []
         for head in self.targets:
             value = sums[head]
-            terms.append(self._term(head, sum_of(value), value[1] if isinstance(value, tuple) else 1.0))
-        return self._given(sum(terms[1:], terms[0]), sums)
+            terms.append(self._term(batch, head, sum_of(value), value[1] if isinstance(value, tuple) else 1.0))
+        return sum(terms[1:], terms[0])
 
     def _given(self, loss: Tensor, sums: Mapping[str, LossSum]) -> Tensor:
         """Hands out what ``backward`` is to be called on."""
@@ -220,10 +241,10 @@ class Window:
                 hint="call window.loss(...).backward() inside of the loop over window.micro_batches(model)",
             )
 
-    def _term(self, head: str, total: Tensor, weight: float) -> Tensor:
+    def _term(self, batch: Batch | None, head: str, total: Tensor, weight: float) -> Tensor:
         if total.dtype in (torch.float16, torch.bfloat16):
             total = total.float()
-        if self._current is None or bool(self._current.valid_tokens[head].any()):
+        if batch is None or bool(batch.valid_tokens[head].any()):
             return total * (weight * self.scale[head])
         # A mean over nothing is nan, and nan x 0 is nan: an exact 0 all the same.
         return torch.nan_to_num(total, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
