@@ -30,7 +30,7 @@ from shardstream.storage._systems import (
 
 STREAM_NUM_BYTES = 8 << 20  # one request of a file that is read front to back
 
-_TAG_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
+_TAG_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum", "blob_id")
 _TIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "modified", "created")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _BEYOND_THE_END = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE

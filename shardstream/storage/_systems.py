@@ -39,6 +39,14 @@ _S3_CONFIG = {
     "retries": {"total_max_attempts": 1},  # ours have one deadline, heed Retry-After, and keep the last error
 }
 
+_EXTRAS = {  # protocol → extra of ours that installs its package
+    **dict.fromkeys(("s3", "s3a"), "s3"),
+    **dict.fromkeys(("gs", "gcs"), "gcs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "azure"),
+    **dict.fromkeys(("http", "https"), "http"),
+    "hf": "hf",
+}
+
 _file_systems: dict[tuple[int, str, str], fsspec.AbstractFileSystem] = {}
 
 
@@ -69,7 +77,16 @@ def file_system(url: str, storage_options: Options | None = None) -> tuple[fsspe
             _file_systems.setdefault(key, made)
         return _file_systems[key], str(kind._strip_protocol(url))  # noqa: SLF001 - url_to_fs does the same, at 20 times the cost
     except (ImportError, ValueError, TypeError) as error:
-        raise ReadError("cannot open this kind of location", url=url, found=shown_url(str(error))) from error
+        hint = _missing_package(url) if isinstance(error, ImportError) else None
+        found = shown_url(str(error))
+        raise ReadError("cannot open this kind of location", url=url, found=found, hint=hint) from error
+
+
+def _missing_package(url: str) -> str | None:
+    """How to install what a location needs."""
+    protocols = (link.partition("://")[0] for link in url.split("::"))
+    extra = next((_EXTRAS[protocol] for protocol in protocols if protocol in _EXTRAS), None)
+    return None if extra is None else f"pip install 'shardstream[{extra}]'"
 
 
 def _with_defaults(protocol: str, options: dict[str, Any]) -> dict[str, Any]:
