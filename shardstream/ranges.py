@@ -38,7 +38,7 @@ class ByteRange:
     start: int
     end: int
     check: Callable[[str | None], None] = field(compare=False)
-    storage_options: Mapping[str, Any] = field(compare=False)
+    storage_options: Mapping[str, Any] = field(compare=False, repr=False)
 
 
 @dataclass

@@ -47,7 +47,7 @@ class Reading:
     num_threads: int | None = None
     look_ahead: int = 3
     gather_rows: int = 2048
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     timeout_s: float = 1800.0
     num_range_threads: int | None = None
     ahead_num_bytes: int = 128 << 20

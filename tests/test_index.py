@@ -229,6 +229,14 @@ def test_credentials_in_urls_are_refused_and_not_shown(url, monkeypatch):
     assert "geheim" not in str(caught.value)
 
 
+@pytest.mark.parametrize("entry", ["{1..99999999999}.tar", "{1..9}" * 9 + ".tar", "{a,b}" * 40, "{0..9..99999999}" * 9])
+def test_patterns_of_too_many_names_are_refused_at_once(entry, monkeypatch):
+    monkeypatch.setattr("shardstream.storage.kind_of", lambda *_: None)
+    monkeypatch.setattr("shardstream.index._expand.MOST_NAMES", 10_000)
+    with pytest.raises(ManifestError, match="too many names"):
+        expand_shards(f"https://host/{entry}")
+
+
 def test_names_that_are_not_utf8_are_refused(tmp_path):
     (tmp_path / os.fsdecode(b"\xff.tar")).write_bytes(b"x")
     with pytest.raises(ManifestError, match=r"not UTF-8.*udcff"):

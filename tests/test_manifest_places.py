@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
-import re
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +17,7 @@ from shardstream.manifest import Manifest
 from shardstream.manifest_file import DatasetInfo, ManifestWriter, ShardRow
 from shardstream.mixing import Mixture
 from shardstream.torch import StreamingDataset
+from tests.support.served import served
 
 
 def write(path, *urls, root="/data", stored_root=None):
@@ -114,50 +112,24 @@ def test_a_root_that_is_called_relative_is(tmp_path, root):
         Manifest.load(write(tmp_path / "m", "a.parquet", stored_root=root))
 
 
-class Ranges(http.server.BaseHTTPRequestHandler):
-    """Byte ranges of the files in a folder."""
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        data = (self.server.folder / self.path[1:]).read_bytes()
-        start, end = map(int, re.findall(r"\d+", self.headers.get("Range", f"0-{len(data) - 1}")))
-        self.send_response(206 if "Range" in self.headers else 200)
-        part = data[start : end + 1]
-        self.send_header("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(data)}")
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(len(part)))
-        self.end_headers()
-        self.wfile.write(part if self.command == "GET" else b"")
-
-    def log_message(self, *_):
-        pass
-
-
 @pytest.fixture
-def served(tmp_path):
+def address(tmp_path):
     """The address of a server of a folder."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges) as server:
-        server.folder = tmp_path
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+    with served(tmp_path) as url:
+        yield url
 
 
-def test_a_manifest_from_a_server_may_speak_of_that_server_only(tmp_path, served):
-    write(tmp_path / "here", "a.parquet", root=f"{served}/data")
-    assert Manifest.load(f"{served}/here").url(0) == f"{served}/data/a.parquet"
+def test_a_manifest_from_a_server_may_speak_of_that_server_only(tmp_path, address):
+    write(tmp_path / "here", "a.parquet", root=f"{address}/data")
+    assert Manifest.load(f"{address}/here").url(0) == f"{address}/data/a.parquet"
     write(tmp_path / "beside", "a.parquet", stored_root="data")
-    assert Manifest.load(f"{served}/beside").url(0) == f"{served}/data/a.parquet"
+    assert Manifest.load(f"{address}/beside").url(0) == f"{address}/data/a.parquet"
     for number, root in enumerate(("/etc", "http://127.0.0.1:1/x", "s3://bucket", "")):
         write(tmp_path / f"{number}", "a.parquet", root=root)
         with pytest.raises(ManifestError, match="outside"):
-            Manifest.load(f"{served}/{number}")
-        assert Manifest.load(f"{served}/{number}", root="s3://mine").url(0) == "s3://mine/a.parquet"
-        assert Manifest.load(f"{served}/{number}", allow_url="*").root == root
+            Manifest.load(f"{address}/{number}")
+        assert Manifest.load(f"{address}/{number}", root="s3://mine").url(0) == "s3://mine/a.parquet"
+        assert Manifest.load(f"{address}/{number}", allow_url="*").root == root
 
 
 def test_shards_without_a_common_folder_are_warned_of(tmp_path, monkeypatch):

@@ -58,6 +58,7 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
 
     If a shard cannot be used, all are looked at, every bad one is named, and nothing is written.
     """
+    from shardstream.errors import shown_url
     from shardstream.index import IndexSettings, build_manifest
 
     quiet, print_as_json = options.pop("quiet"), options.pop("as_json")
@@ -69,7 +70,7 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
         settings = IndexSettings(progress=progress, **given)
         manifest = build_manifest(shards, output, settings=settings, **options)
     summary = {
-        "manifest": manifest.path,
+        "manifest": shown_url(str(manifest.path)),
         "num_shards": manifest.num_shards,
         "num_blocks": manifest.num_blocks,
         "num_samples": manifest.num_samples,
@@ -81,7 +82,7 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
     elif not quiet:
         click.echo(
             f"{manifest.num_samples:,} samples in {manifest.num_blocks:,} blocks of {manifest.num_shards:,} shards, "
-            f"{summary['num_bytes']:,} bytes\nfingerprint {manifest.fingerprint}\nwritten to {output}"
+            f"{summary['num_bytes']:,} bytes\nfingerprint {manifest.fingerprint}\nwritten to {shown_url(output)}"
         )
 
 

@@ -68,7 +68,7 @@ def describe(manifest: Manifest, *, with_shards: bool = False) -> dict[str, Any]
     num_runs = -(-manifest.block_rows // np.maximum(manifest.block_run_rows, 1))
     formats, counts = np.unique(np.array(manifest.formats, dtype=str), return_counts=True)
     described: dict[str, Any] = {
-        "manifest": manifest.path,
+        "manifest": None if manifest.path is None else shown_url(manifest.path),
         "root": shown_url(manifest.root),
         "fingerprint": manifest.fingerprint,
         "totals": {

@@ -54,6 +54,7 @@ def verify(manifest_path: str, **options: Any) -> None:
 
     Exits with 1 if a shard is missing, unreadable, cut, or holds other bytes; each is named with its blocks.
     """
+    from shardstream.errors import shown_url
     from shardstream.manifest import Manifest
     from shardstream.verify import verify_manifest
 
@@ -67,7 +68,7 @@ def verify(manifest_path: str, **options: Any) -> None:
             click.echo(f"\nInterrupted; {hint}.", err=True)
             raise click.exceptions.Exit(_INTERRUPTED) from None
     if print_as_json:
-        print_json({"manifest": manifest.path, **report.to_dict()})
+        print_json({"manifest": shown_url(str(manifest.path)), **report.to_dict()})
     else:
         _show(report, quiet=quiet)
     if not report.is_good:

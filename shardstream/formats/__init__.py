@@ -107,7 +107,7 @@ class Shard:
 
     manifest: Manifest
     index: int
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     ranges: Ranges | None = None
     """Where byte ranges of it come from, and are asked for ahead; None to read each from storage as it is needed."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -159,7 +159,7 @@ class StorageRanges:
     """Byte ranges of a file as storage has them now, none of them ahead: for indexing."""
 
     url: str
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] = field(repr=False)
 
     def read(self, start: int, end: int) -> bytes:
         """Reads a range."""
@@ -204,7 +204,7 @@ def naming_damage(url: str, block: int) -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise ReadError("the shard is gone", url=url, block=block, hint="restore it, or index again") from error
-    except DAMAGE as error:
+    except (*DAMAGE, ValueError, OverflowError, MemoryError) as error:  # values that Python or this machine cannot hold
         if isinstance(error, OSError) and error.errno is not None:  # decoders raise OSError, too, but without a number
             what = f"the shard cannot be read ({type(error).__name__}: {error})"
             raise ReadError(what, url=url, block=block, hint="look at the file system that it is on") from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, TypeAlias
 
 from braceexpand import braceexpand
@@ -20,6 +22,9 @@ Shards: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 NUM_SHOWN = 10  # names that a message lists at most
 
+MOST_NAMES = 1_000_000  # that one pattern may make
+
+_NUMBERS = re.compile(r"\{([-+]?\d{1,18})\.\.([-+]?\d{1,18})")
 _GLOB = re.compile(r"[*?\[]")
 _SECRET = re.compile(  # user:password@, or a signed query
     r"://[^/@\s]*:[^/@\s]*@|[?&][^=&]*(?:signature|sig|token|credential|password|secret)[^=&]*=", re.IGNORECASE
@@ -106,7 +111,7 @@ class _Finder:
             return there
         if entry.startswith("@") and not in_file:
             with storage.open_source(entry[1:], self.storage_options) as file:
-                lines = file.read().decode().splitlines()
+                lines = file.read().decode("utf-8", "surrogateescape").splitlines()
             return [shard for line in lines if line.strip() for shard in self.expand(line.strip(), in_file=True)]
         parts = _split(entry)
         if len(parts) > 1:
@@ -117,6 +122,7 @@ class _Finder:
 
     def _one(self, name: str) -> list[str]:
         """A name without braces."""
+        _check_name(name)
         is_pattern = _GLOB.search(name) is not None
         if storage.local_path(name) is None and not is_pattern and is_shard_name(name):
             return [name]  # a list of 10,000 URLs costs no requests here: indexing will see whether they are there
@@ -180,10 +186,18 @@ def _split(entry: str) -> list[str]:
 
 
 def _braces(entry: str) -> list[str]:
+    numbers = [sorted((int(one), int(other))) for one, other in _NUMBERS.findall(entry)]
+    num_names = math.prod(end - begin + 1 for begin, end in numbers)
     try:
-        return list(braceexpand(entry)) if "{" in entry else [entry]
-    except ValueError:  # braces that do not match are part of the name
+        names = (
+            islice(braceexpand(entry), MOST_NAMES + 1) if "{" in entry and num_names <= MOST_NAMES else iter([entry])
+        )
+        expanded = list(names)
+    except (ValueError, RecursionError):  # braces that do not match are part of the name
         return [entry]
+    if max(num_names, len(expanded)) > MOST_NAMES:
+        raise ManifestError("a pattern makes too many names", url=entry, expected=f"at most {MOST_NAMES:,}")
+    return expanded
 
 
 def _check_names(shards: Sequence[str]) -> None:
@@ -191,11 +205,15 @@ def _check_names(shards: Sequence[str]) -> None:
     if twice:
         raise ManifestError("shards are named more than once", found=some(twice), hint="name each once")
     for shard in shards:
-        if storage.local_path(shard) is None and _SECRET.search(shard):
-            hint = "manifests hold no credentials: pass them as storage options, or set them in the environment"
-            raise ManifestError("the URL of a shard carries credentials", url=shard, hint=hint)
+        _check_name(shard)
+
+
+def _check_name(shard: str) -> None:
+    if storage.local_path(shard) is None and _SECRET.search(shard):
+        hint = "manifests hold no credentials: pass them as storage options, or set them in the environment"
+        raise ManifestError("the URL of a shard carries credentials", url=shard, hint=hint)
+    if not shard.isascii():
         try:
             shard.encode()
         except UnicodeEncodeError as error:
-            name = shard.encode("utf-8", "backslashreplace").decode()
-            raise ManifestError("the name of a shard is not UTF-8", url=name, hint="rename it") from error
+            raise ManifestError("the name of a shard is not UTF-8", url=shard, hint="rename it") from error

@@ -51,7 +51,7 @@ class Look:
 
     url: str
     options: IndexOptions
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     known_tag: str | None = None
 
     def find(self) -> ShardIndex | Unchanged:

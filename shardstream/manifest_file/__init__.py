@@ -83,17 +83,18 @@ def load_manifest(
         if table.schema.names != list(COLUMNS) or any(table.column(name).null_count for name in COLUMNS):
             raise _damaged(url, expected=", ".join(COLUMNS), found=", ".join(table.schema.names))
         arrays = {name: typed(table.column(name), kind) for name, kind in COLUMNS.items()}
+        texts = {name: arrays[name].to_pylist() for name, kind in COLUMNS.items() if kind == pa.string()}
         arrow_schema = base64.b64decode(about["arrow_schema"])
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8, or not base64
         raise _damaged(url, found=error) from error
     first_block = _first_block(url, arrays)
     manifest = Manifest(
         root=_root(url, about) if root is None else storage.absolute(root).rstrip("/"),
-        urls=arrays["url"].to_pylist(),
-        formats=arrays["format"].to_pylist(),
+        urls=texts["url"],
+        formats=texts["format"],
         num_bytes=arrays["num_bytes"].to_numpy(),
-        version_tags=arrays["version_tag"].to_pylist(),
-        digests=arrays["digest"].to_pylist(),
+        version_tags=texts["version_tag"],
+        digests=texts["digest"],
         shard_first_block=first_block,
         block_rows=list_values(arrays["block_rows"]),
         block_run_rows=list_values(arrays["block_run_rows"]),

@@ -127,7 +127,10 @@ class _OpenFile:
             if wanted:
                 self._load(group, wanted)
             columns = [self._columns[name] for name in names]
-        return {name: _values(column, row) for name, column in zip(names, columns, strict=True)}
+        try:
+            return {name: _values(column, row) for name, column in zip(names, columns, strict=True)}
+        except (pa.ArrowException, ValueError, LookupError) as error:  # a shard that is not there, text that is none
+            raise ManifestError("the manifest's lists cannot be read", url=self._url, found=repr(error)) from error
 
     def read_all(self, names: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
         try:

@@ -16,7 +16,7 @@ INPUT_S = 20
 def main(name: str, seconds: float, seed: int, folder: Path) -> None:
     """Fuzzes a target; the process ends with libFuzzer's exit code."""
     try:
-        import atheris
+        import atheris  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         sys.exit("atheris is not installed: pip install atheris, or use --engine hypothesis")
     with atheris.instrument_imports(include=["shardstream", "tarfile", "braceexpand"]):

@@ -170,8 +170,9 @@ def _manifests() -> list[bytes]:
         sink, writer = io.BytesIO(), None
         writer = ManifestWriter(sink)
         for name in ("a.parquet", "ä/b.parquet"):
-            numbers = [np.array(values, np.int64) for values in ([3, 2], [3, 1], [4, 90], [86, 50])]
-            writer.add(ShardRow(name, "parquet", 200, "200-1", "d" * 32, *numbers, lists=given))
+            rows, runs = np.array([[3, 2], [3, 1]], np.int32)
+            offsets, sizes = np.array([[4, 90], [86, 50]], np.int64)
+            writer.add(ShardRow(name, "parquet", 200, "200-1", "d" * 32, rows, runs, offsets, sizes, lists=given))
         writer.finish(DatasetInfo("/data", metadata={"ignore_index": -100}))
         made.append(sink.getvalue())
     return made
@@ -272,7 +273,7 @@ def _mixtures() -> list[bytes]:
     ]
 
 
-# ------------------------------------------------------------------------------------------------------------ all of them
+# ---------------------------------------------------------------------------------------------------------- all of them
 
 _LISTS_OF = IndexOptions(tokens_column="tokens")
 _TAR_TOKENS = IndexOptions(tokens_column="txt", tokens_dtype="uint8")
