@@ -16,12 +16,11 @@ import torch.distributed as dist
 
 from shardstream import errors
 from shardstream.errors import listed
-from shardstream.torch.rendezvous import prefixed
+from shardstream.torch.deadline import NoAnswerError, PatientStore
 from shardstream.torch.topology import data_parallel_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-    from torch.distributed.distributed_c10d import Store
 
 _GRACE_S = 2.0  # so that the others learn what the first rank found, and not only that it said nothing
 
@@ -61,7 +60,23 @@ def agree(
     if len(ranks) == 1:
         return decide({ranks[0]: offer})
     me = dist.get_rank()
-    store = _place(topic, ranks, me)
+    try:
+        return _meet(topic, offer, decide, ranks, me, timeout_s)
+    except NoAnswerError as error:
+        what = f"the store of the process group does not answer; asked about {topic}"
+        hint = "the host of rank 0 (or of torchrun's first agent) is gone, stopped or cut off"
+        raise errors.TopologyError(what, found=error, hint=hint) from error
+
+
+def _meet(
+    topic: str,
+    offer: Any,
+    decide: Callable[[Mapping[int, Any]], Any],
+    ranks: list[int],
+    me: int,
+    timeout_s: float,
+) -> Any:
+    store = _place(topic, ranks, me, timeout_s)
     store.set(_key(me), json.dumps(offer))
     timeout = timedelta(seconds=timeout_s)
     if me == ranks[0]:
@@ -80,7 +95,7 @@ def agree(
 
 
 def _verdict(
-    store: Store, ranks: list[int], decide: Callable[[Mapping[int, Any]], Any], topic: str, timeout: timedelta
+    store: PatientStore, ranks: list[int], decide: Callable[[Mapping[int, Any]], Any], topic: str, timeout: timedelta
 ) -> dict[str, Any]:
     """On the first rank: what came of it, as JSON values."""
     try:
@@ -93,7 +108,7 @@ def _verdict(
         return {"error": type(error).__name__, "text": str(error)}
 
 
-def _late(store: Store, ranks: list[int], topic: str, timeout: timedelta) -> errors.TopologyError:
+def _late(store: PatientStore, ranks: list[int], topic: str, timeout: timedelta) -> errors.TopologyError:
     """Says who is missing; where nobody is, the first rank was too slow to decide."""
     missing = [rank for rank in ranks if not store.check([_key(rank)])]
     return errors.TopologyError(
@@ -103,11 +118,12 @@ def _late(store: Store, ranks: list[int], topic: str, timeout: timedelta) -> err
     )
 
 
-def _place(topic: str, ranks: list[int], me: int) -> Store:
+def _place(topic: str, ranks: list[int], me: int, timeout_s: float) -> PatientStore:
     """The keys of this meeting: of these ranks, for this topic, for the n-th time."""
     name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-    store = prefixed(f"shardstream/{topic}/{name}", dist.distributed_c10d._get_default_store())  # noqa: SLF001
-    return prefixed(f"visit{store.add(_key(me), 1)}", store)
+    everyones = PatientStore(dist.distributed_c10d._get_default_store(), timeout_s)  # noqa: SLF001
+    store = everyones.prefixed(f"shardstream/{topic}/{name}")
+    return store.prefixed(f"visit{store.add(_key(me), 1)}")
 
 
 def _key(rank: int) -> str:

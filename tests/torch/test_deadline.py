@@ -1,0 +1,53 @@
+"""Calls that never return, and a store whose host was stopped: every wait ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from shardstream.errors import TopologyError
+from shardstream.torch import deadline
+from shardstream.torch.deadline import NoAnswerError, within
+from shardstream.torch.meeting import agree
+
+_HOST = """
+import time, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_call_that_fails_fails_here_and_one_that_hangs_is_left():
+    def fails():
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing"):
+        within(10, fails)
+    hangs = threading.Event()
+    with pytest.raises(NoAnswerError, match=r"no answer within 0.05 s"):
+        within(0.05, hangs.wait)
+    hangs.set()
+
+
+@pytest.mark.distributed
+def test_a_store_whose_host_was_stopped_is_given_up(monkeypatch):
+    """Found by tools/two_hosts.py: the side without the store waited for it until TCP gave up."""
+    monkeypatch.setattr(deadline, "_LEAST_S", 0.5)
+    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
+        try:
+            store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+            with pytest.raises(TopologyError, match="1 of 2 ranks came to lunch"):
+                agree("lunch", 1, sum, ranks=[0, 1], timeout_s=0.5)
+            host.send_signal(signal.SIGSTOP)
+            with pytest.raises(TopologyError, match="the store of the process group does not answer; asked about tea"):
+                agree("tea", 1, sum, ranks=[0, 1], timeout_s=0.5)
+        finally:
+            host.kill()
+            dist.destroy_process_group()
