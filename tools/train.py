@@ -36,7 +36,7 @@ from shardstream.torch import Window, init_process_group, verify_ranks, windows
 from shardstream.torch.ledger import Ledger
 from shardstream.torch.topology import topology_from_environ
 from tools.training.config import Config, ConfigError, load_config
-from tools.training.job import Job
+from tools.training.job import Job, end_workers
 from tools.training.lock import hold
 
 
@@ -175,6 +175,8 @@ def main(config_path: Path, overrides: tuple[str, ...]) -> None:
         run_rank(config, Stop())
     except ShardStreamError as error:
         raise click.ClickException(f"rank {os.environ.get('RANK', '0')}: {error}") from error
+    finally:
+        end_workers()
 
 
 if __name__ == "__main__":

@@ -81,6 +81,31 @@ def test_workers_outlive_a_sigterm_that_comes_while_they_start(tmp_path):
     assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+_FAILS = """
+import sys
+from shardstream.torch import StreamingDataset, Topology
+from tools.training.job import PatientLoader, end_workers
+
+if __name__ == "__main__":
+    dataset = StreamingDataset(sys.argv[1], batch_size=3, topology=Topology(0, 1))
+    try:
+        batches = iter(PatientLoader(dataset, num_workers=2))
+        next(batches)
+        raise RuntimeError("a peer is gone")
+    finally:
+        end_workers()
+"""
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_workers(tmp_path):
+    """Found by tools/chaos.py: at its exit it waited for workers that ignore SIGTERM, until torchrun killed it."""
+    path = parquet_manifest(tmp_path, [12]).save(tmp_path / "m").path
+    command = [sys.executable, "-c", _FAILS, str(path)]
+    failed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert failed.returncode == 1
+    assert failed.stderr.rstrip().endswith("RuntimeError: a peer is gone")
+
+
 _HOLD = "import sys; from pathlib import Path; from tools.training.lock import hold; hold(Path(sys.argv[1]), 0.3)"
 
 

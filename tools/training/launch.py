@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TypeVar, final
 
@@ -76,22 +76,39 @@ class Torchrun:
         num_ranks: Processes.
         settings: ``key=value`` texts for ``--set``.
         max_restarts: How often torchrun starts all ranks again after one failed.
+        meeting: torchrun's options on where ranks meet; by default on this host alone.
+        prefix: A command that starts torchrun elsewhere, such as in a network of its own.
+        environ: More environment variables.
     """
 
     def __init__(
-        self, config: Path, run: Path, num_ranks: int, *, settings: Sequence[str] = (), max_restarts: int = 3
+        self,
+        config: Path,
+        run: Path,
+        num_ranks: int,
+        *,
+        settings: Sequence[str] = (),
+        max_restarts: int = 3,
+        meeting: Sequence[str] = ("--standalone",),
+        prefix: Sequence[str] = (),
+        environ: Mapping[str, str] = {},
     ) -> None:
         self.run = run
         run.mkdir(parents=True, exist_ok=True)
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+        torchrun = ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(num_ranks)]
         options = [option for setting in (f"run={run}", *settings) for option in ("--set", setting)]
         script = ["--max-restarts", str(max_restarts), str(TRAIN), str(config), *options]
-        self._command = [sys.executable, *torchrun, *script]
+        self._command = [*prefix, sys.executable, *torchrun, *script]
         self.log = run / "torchrun.log"
         self._num_before = len(read_metrics(run))
         self._file: IO[str] = self.log.open("a")
         self._process = subprocess.Popen(
-            self._command, cwd=ROOT, env=_environment(), stdout=self._file, stderr=subprocess.STDOUT, text=True
+            self._command,
+            cwd=ROOT,
+            env={**_environment(), **environ},
+            stdout=self._file,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     def __enter__(self) -> Torchrun:
@@ -105,6 +122,19 @@ class Torchrun:
     def pid(self) -> int:
         """The process of torchrun itself."""
         return self._process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether torchrun itself has ended."""
+        return self._process.poll() is not None
+
+    def ends_within(self, seconds: float) -> bool:
+        """Waits for the end of torchrun, however it is; tells whether it came in time."""
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
     def metrics(self) -> list[Metrics]:
         """Returns the lines of metrics since this was started."""

@@ -58,3 +58,27 @@ def plot_losses(metrics: list[Metrics], path: Path, title: str) -> None:
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
+
+
+class Tail:
+    """Reads on in ``metrics.jsonl`` where it has stopped.
+
+    Args:
+        run: The run folder.
+        at_end: Whether to leave out what is there already.
+    """
+
+    def __init__(self, run: Path, *, at_end: bool = False) -> None:
+        self._path = run / "metrics.jsonl"
+        self._offset = self._path.stat().st_size if at_end and self._path.exists() else 0
+
+    def read(self) -> list[Metrics]:
+        """Returns the whole lines that were written since the last time."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        lines = whole.decode("utf-8", "replace").splitlines()
+        return [parsed for line in lines if (parsed := _parsed(line)) is not None]
