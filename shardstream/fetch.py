@@ -137,6 +137,8 @@ def fetch(
         # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
         # one of a pool must not wait for a pool.
         is_reader = threading.current_thread().name.startswith(_THREAD_NAME)
+        if ranges is not None:
+            ranges.give_up()
         for threads in (pool, gathering):
             threads.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
         runs.close()

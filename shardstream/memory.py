@@ -138,9 +138,7 @@ def fitted(plan: AnyPlan, reading: Reading, num_workers: int = 1) -> Reading:
     hints = [f"{text}: {_mib(other.num_bytes)}" for text, other in _ways_out(plan, smaller, num_workers, most)]
     hints.append(f"or Reading(memory_num_bytes=) of at least {_mib(need.num_bytes)}")
     if need.num_streams:
-        hints.append(
-            "blocks of many runs hold a stream each: write smaller row groups (`shardstream reshard`)"
-        )
+        hints.append("blocks of many runs hold a stream each: write smaller row groups (`shardstream reshard`)")
     raise PlanError(
         "reading would take more memory than it may, even with the least look-ahead",
         expected=f"at most {_mib(most)} a process",

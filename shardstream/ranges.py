@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Event, Lock
 from typing import Any
 
 from shardstream import storage
@@ -70,6 +70,7 @@ class Ranges:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=RANGE_THREAD_NAME) if num_threads else None
         self._asked: dict[ByteRange, _Asked] = {}
         self._lock = Lock()
+        self._given_up = Event()
 
     def submit(self, act: Callable[[], None]) -> Future[None]:
         """Lets a thread do something short that comes before reading; without threads it is done at once."""
@@ -136,8 +137,13 @@ class Ranges:
             del self._asked[range_]
         asked.future.cancel()
 
+    def give_up(self) -> None:
+        """Lets no request be tried again: those under way end soon, whoever waits for them gets their last error."""
+        self._given_up.set()
+
     def close(self, *, wait: bool = True) -> None:
         """Ends the threads. With ``wait`` what is under way is waited for."""
+        self.give_up()
         if self._threads is not None:
             self._threads.shutdown(wait=wait, cancel_futures=True)
         self._asked.clear()
@@ -151,7 +157,9 @@ class Ranges:
         return self._from_storage(range_)
 
     def _from_storage(self, range_: ByteRange) -> bytes:
-        data, tag = storage.read_versioned(range_.url, range_.start, range_.end, range_.storage_options)
+        data, tag = storage.read_versioned(
+            range_.url, range_.start, range_.end, range_.storage_options, given_up=self._given_up
+        )
         is_whole = len(data) == range_.end - range_.start
         range_.check(tag if is_whole else tag or "")  # what was cut is no version that was seen before
         storage.whole(data, range_.url, range_.start, range_.end)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from stat import S_ISDIR
+from threading import Event
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -19,6 +20,7 @@ from fsspec.asyn import sync
 from shardstream.errors import ReadError
 from shardstream.storage._locations import local_path
 from shardstream.storage._systems import (
+    OF_ONE_REQUEST,
     Options,
     RangeIgnoredError,
     ShortBodyError,
@@ -67,7 +69,7 @@ def stat(url: str, storage_options: Options | None = None) -> FileInfo:
         fs.invalidate_cache(inner)  # a listing of an hour ago knows nothing of what was written since
         return cast("dict[str, Any]", fs.info(inner, **limits))
 
-    info = retried(url, storage_options, ask)
+    info = retried(url, storage_options, ask, attempt_share=OF_ONE_REQUEST)
     if info.get("type") == "directory":
         raise ReadError("this is a directory, not a file", url=url)
     if info.get("size") is None:
@@ -92,8 +94,17 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
     return whole(read_versioned(url, start, end, storage_options)[0], url, start, end)
 
 
-def read_versioned(url: str, start: int, end: int, storage_options: Options | None = None) -> tuple[bytes, str | None]:
+def read_versioned(
+    url: str, start: int, end: int, storage_options: Options | None = None, *, given_up: Event | None = None
+) -> tuple[bytes, str | None]:
     """Reads a range as ``read_range`` does, and what the same answer tells of the file's version.
+
+    Args:
+        url: The file.
+        start: First byte.
+        end: End.
+        storage_options: Given to fsspec.
+        given_up: Set by whoever does not want it any more: then it is not tried again.
 
     Returns:
         The bytes, and the version tag as ``stat`` would return it; None where the store does not send one along. Where
@@ -115,7 +126,7 @@ def read_versioned(url: str, start: int, end: int, storage_options: Options | No
 
     if end <= start or local_path(url) is not None:
         return read_range(url, start, end, storage_options), None
-    return retried(url, storage_options, get)
+    return retried(url, storage_options, get, attempt_share=OF_ONE_REQUEST, given_up=given_up)
 
 
 async def _get_from_s3(fs: fsspec.AbstractFileSystem, path: str, start: int, end: int) -> tuple[bytes, str | None]:

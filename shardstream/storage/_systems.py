@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import fsspec
@@ -22,7 +23,7 @@ T = TypeVar("T")
 Options = Mapping[str, Any]
 
 RETRY_TIMEOUT_S = 60.0  # how long transient failures are retried, unless storage_options["retry_timeout_s"] says else
-_ATTEMPT_SHARE = 0.5  # of that, for one attempt: a request whose bytes drip is dropped and made again
+OF_ONE_REQUEST = 0.5  # of that, for one attempt: a request whose bytes drip is dropped and made again
 _LEAST_ATTEMPT_S = 1.0
 _CONNECT_TIMEOUT_S, _STALL_TIMEOUT_S = 10.0, 20.0  # to get a connection, and from one piece of an answer to the next
 _MOST_IGNORED_RANGES = 4  # one of many machines behind an address may do so; a server that always does is named at once
@@ -118,17 +119,30 @@ def retried(
     storage_options: Options | None,
     act: Callable[[fsspec.AbstractFileSystem, str, dict[str, Any]], T],
     verb: str = "read",
+    *,
+    attempt_share: float = 1.0,
+    given_up: Event | None = None,
 ) -> T:
-    """Returns ``act(file system, path, limits)``, tried again while it fails for a reason that may pass."""
-    from tenacity import Retrying, retry_if_exception, stop_before_delay
+    """Returns ``act(file system, path, limits)``, tried again while it fails for a reason that may pass.
+
+    Args:
+        url: The file.
+        storage_options: Given to fsspec; ``retry_timeout_s`` is the deadline.
+        act: What to do.
+        verb: What that is called in an error.
+        attempt_share: The part of the deadline that one attempt may take: less than 1 where it is one request.
+        given_up: Set by whoever does not want it any more: then the attempt under way is the last one.
+    """
+    from tenacity import Retrying, retry_if_exception, sleep_using_event, stop_before_delay
 
     timeout_s = float((storage_options or {}).get("retry_timeout_s", RETRY_TIMEOUT_S))
     deadline = time.monotonic() + timeout_s
+    ended = given_up or Event()
 
     def once() -> T:
         fs, inner = file_system(url, storage_options)
         # An async file system waits for ever unless told: fsspec takes the limit of one call as a keyword.
-        left_s = min(deadline - time.monotonic(), timeout_s * _ATTEMPT_SHARE)
+        left_s = min(deadline - time.monotonic(), timeout_s * attempt_share)
         limit_s = max(_LEAST_ATTEMPT_S, left_s)
         try:
             return act(fs, inner, {"timeout": limit_s} if getattr(fs, "async_impl", False) else {})
@@ -137,7 +151,8 @@ def retried(
 
     with naming(url, verb):
         return Retrying(
-            stop=lambda state: stop_before_delay(timeout_s)(state) or _ignores_ranges(state),
+            stop=lambda state: ended.is_set() or stop_before_delay(timeout_s)(state) or _ignores_ranges(state),
+            sleep=sleep_using_event(ended),
             wait=_pause_s,
             retry=retry_if_exception(_is_transient),
             reraise=True,

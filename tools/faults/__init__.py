@@ -8,6 +8,18 @@
 
 from tools.faults.kinds import LYING, PASSING, Faults
 from tools.faults.origins import Answer, Folder, Origin, Request, Upstream
+from tools.faults.reading import all_rows
 from tools.faults.server import FaultyServer
 
-__all__ = ["LYING", "PASSING", "Answer", "Faults", "FaultyServer", "Folder", "Origin", "Request", "Upstream"]
+__all__ = [
+    "LYING",
+    "PASSING",
+    "Answer",
+    "Faults",
+    "FaultyServer",
+    "Folder",
+    "Origin",
+    "Request",
+    "Upstream",
+    "all_rows",
+]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from shardstream.columns import python_values
-from shardstream.fetch import fetch
+from shardstream.fetch import ReadStats, fetch
 from shardstream.layout import RowsLayout
 from shardstream.manifest import Manifest
 from shardstream.plan import Plan
 from shardstream.reading import Reading
 
 
-def all_rows(manifest: Manifest, *, columns=None, stats=None, **options) -> list[tuple[object, ...]]:
-    """The rows of an epoch in its order: the sample id and the value of each column.
+def all_rows(
+    manifest: Manifest, *, columns: Sequence[str] | None = None, stats: ReadStats | None = None, **options: Any
+) -> list[tuple[object, ...]]:
+    """Returns the rows of an epoch in its order: the sample id and the value of each column.
 
     Args:
         manifest: What to read.
