@@ -27,6 +27,7 @@ from shardstream.reading import Reading, is_remote
 STREAM_NUM_BYTES = 13 << 20  # what an open stream of a block of many runs holds (measured)
 REMOTE_STREAM_NUM_BYTES = 16 << 20  # and the pieces of it that were fetched
 _EXPANSION = 4  # decoded to stored bytes, where nothing better is known
+_STORED_AS_DECODED = ("arrow", "litdata", "mds", "tar")  # formats that are mapped where they are local
 _GATHER_NUM_BYTES = 16 << 20
 _ROWS_OF_LANE = 64
 _LEAST_AHEAD_NUM_BYTES = 8 << 20
@@ -211,10 +212,11 @@ def _runs_of(manifest: Manifest) -> _Runs:
     rows, run_rows = manifest.block_rows[blocks], manifest.block_run_rows[blocks]
     formats = np.array(manifest.formats)[manifest.shard_of_block(blocks)]
     is_many = rows > run_rows
-    expanded = manifest.block_num_bytes[blocks] * np.where(formats == "tar", 1, _EXPANSION)
+    is_plain = np.isin(formats, _STORED_AS_DECODED)
+    expanded = manifest.block_num_bytes[blocks] * np.where(is_plain, 1, _EXPANSION)
     # Runs are cut to this size when a shard is indexed, and what is at most one and a half of it is not cut.
     sizes = np.where(is_many, RUN_NUM_BYTES, np.minimum(expanded, RUN_NUM_BYTES * 3 // 2)).astype(np.float64)
-    is_mapped = (formats == "tar") & (not is_remote(manifest))
+    is_mapped = is_plain & (not is_remote(manifest))
     sizes[is_mapped] = 0
     weights = rows / rows.sum()
     num_runs = -(-manifest.block_rows.astype(np.int64) // manifest.block_run_rows)

@@ -71,7 +71,7 @@ def read_labels(manifest: Manifest, column: str, storage_options: Mapping[str, A
     for index in range(manifest.num_shards):
         shard = Shard(manifest, index, storage_options or {})
         for block in range(*manifest.shard_first_block[index : index + 2].tolist()):
-            for rows in format_of(shard.url).read_runs(shard, block, [column]):
+            for rows in format_of("." + manifest.formats[index]).read_runs(shard, block, [column]):
                 if column not in rows.columns:
                     raise PlanError("no such column", url=shard.url, expected=column, found=sorted(rows.columns))
                 codes.append(_codes(_values(rows.columns[column], column), code_of))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 ReadAt = Callable[[int, int], bytes]
 
 FILE_MARK = b"ARROW1"
+_EMBEDDED_MARK = b"LDARW01\0"
 _PREFIX = struct.Struct("<Ii")
 _CONTINUATION = 0xFFFFFFFF
 _READ_NUM_BYTES = 4096  # the metadata of most messages is smaller
@@ -49,21 +50,39 @@ class Messages:
     has_end: bool
 
 
-def scan_messages(read_at: ReadAt, num_bytes: int) -> Messages:
-    """Finds the messages.
+def embedded_span(read_at: ReadAt, num_bytes: int) -> tuple[int, int] | None:
+    """Returns where the Arrow IPC is that LitData appends to a chunk (then its size and a mark), or None.
 
     Args:
         read_at: Reads the bytes from .. to of the file.
         num_bytes: Size of the file.
+    """
+    tail = read_at(max(0, num_bytes - 12), num_bytes)
+    if len(tail) < 12 or tail[4:] != _EMBEDDED_MARK:  # noqa: PLR2004 - size and mark
+        return None
+    end = num_bytes - 12
+    return max(0, end - int.from_bytes(tail[:4], "little")), end
+
+
+def scan_messages(read_at: ReadAt, start: int, num_bytes: int) -> Messages:
+    """Finds the messages.
+
+    Args:
+        read_at: Reads the bytes from .. to of the file.
+        start: Where the Arrow IPC begins in the file.
+        num_bytes: Where it ends.
 
     Raises:
         EOFError: If it is cut.
         ValueError: If it is no Arrow IPC.
     """
-    is_file = read_at(0, min(8, num_bytes))[:6] == FILE_MARK
-    if is_file and read_at(max(0, num_bytes - 6), num_bytes) != FILE_MARK:
+    is_file = read_at(start, min(start + 8, num_bytes))[:6] == FILE_MARK
+    if is_file and read_at(max(start, num_bytes - 6), num_bytes) != FILE_MARK:
         raise EOFError("its end is missing")
-    position, kinds = 8 if is_file else 0, dict[int, list[Message]]({_SCHEMA: [], _DICTIONARY: [], _BATCH: []})
+    position, kinds = (
+        start + 8 if is_file else start,
+        dict[int, list[Message]]({_SCHEMA: [], _DICTIONARY: [], _BATCH: []}),
+    )
     has_end = False
     while position < num_bytes:
         kind, message = _message(read_at, position, num_bytes)

@@ -20,7 +20,7 @@ from shardstream.formats import IndexOptions, Shard, ShardIndex
 from shardstream.formats._arrow import column_of, plain_type, rows_of
 from shardstream.formats._block_bytes import bytes_of_runs
 from shardstream.formats._counted import counted_columns, counts_of
-from shardstream.formats._ipc import Message, Messages, scan_messages
+from shardstream.formats._ipc import Message, Messages, embedded_span, scan_messages
 from shardstream.formats._shards import (
     DAMAGE,
     ShardRanges,
@@ -36,6 +36,7 @@ from shardstream.ranges import ByteRange
 
 NO_END = "no end mark: was it cut between two record batches?"
 
+_ALIGNMENT = 8
 _EXPANSION = 3  # of compressed record batches; how much exactly is told by their bodies only
 
 
@@ -130,6 +131,16 @@ class ArrowFormat:
                 yield rows_of(_as_shared(table.slice(first, stop - first), shared, shard.url, block))
 
 
+def is_embedded(url: str, storage_options: Mapping[str, Any]) -> bool:
+    """Returns whether a file is something else that ends with Arrow IPC, as some LitData chunks do.
+
+    Raises:
+        ReadError: If storage failed.
+    """
+    num_bytes = storage.stat(url, storage_options).num_bytes
+    return embedded_span(lambda start, end: storage.read_range(url, start, end, storage_options), num_bytes) is not None
+
+
 def _scan(url: str, num_bytes: int, storage_options: Mapping[str, Any]) -> Messages:
     if num_bytes == 0:
         raise ManifestError("the shard is empty (0 bytes)", url=url, hint="write it again, or leave it out")
@@ -140,7 +151,7 @@ def _scan(url: str, num_bytes: int, storage_options: Mapping[str, Any]) -> Messa
                 file.seek(start)
                 return file.read(end - start)
 
-            messages = scan_messages(read_at, num_bytes)
+            messages = scan_messages(read_at, *(embedded_span(read_at, num_bytes) or (0, num_bytes)))
             pa.ipc.read_schema(pa.py_buffer(_framed(messages.schema)))
             return messages
     except (*DAMAGE, ValueError) as error:
@@ -238,6 +249,8 @@ class _Known:
         if dictionaries:
             whole = b"".join([self.head, *(part.tobytes() for part in dictionaries), block.tobytes()])
             return pa.ipc.open_stream(pa.py_buffer(whole)).read_all()
+        if block.ctypes.data % _ALIGNMENT:  # of a chunk that something else precedes
+            block = block.copy()
         source, schema, batches = pa.BufferReader(pa.py_buffer(block)), self.schema, []
         while source.tell() < len(block):
             batches.append(pa.ipc.read_record_batch(pa.ipc.read_message(source), schema))

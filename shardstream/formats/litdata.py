@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,11 +12,14 @@ import pyarrow as pa
 
 from shardstream import storage
 from shardstream.errors import ManifestError
+from shardstream.formats import IndexOptions, ShardIndex
 from shardstream.formats._decompress import ForwardFile
 from shardstream.formats._sample_fields import Bytes, Field, Places, arrays, data, lists, numbers, text
 from shardstream.formats._sample_table import SampleFields, SampleTableFormat, columns_of, exactly
+from shardstream.formats.arrow import ArrowFormat, is_embedded
 
 INDEX_NAME = "index.json"
+_ARROW_NAME = "litdata.arrow"  # ends as the format that reads it
 
 # Numbers of types, as LitData counts them; complex ones and bfloat16 are left out, since numpy or Arrow have none.
 _TENSORS = ["f4", "f4", "f8", "f8", "", "", "", "", "f2", "f2", "", "u1", "i1", "i2", "i2", "i4", "i4", "i8", "i8"]
@@ -56,8 +60,9 @@ class LitDataFormat(SampleTableFormat):
     json, pickle                                bytes, with a warning: nothing is ever unpickled
     ==========================================  =========================================================
 
-    Refused, with what to do: encryption, ``compression_level`` "batch" and "sample", rows stored as Arrow tables,
-    temporal arrays.
+    Samples with lists are stored as an Arrow table inside a chunk: they are read as ``ArrowFormat`` reads it.
+
+    Refused, with what to do: encryption, ``compression_level`` "batch" and "sample", temporal arrays.
     """
 
     name: ClassVar[str] = "litdata"
@@ -66,20 +71,17 @@ class LitDataFormat(SampleTableFormat):
         """Returns ``"litdata"``, or ``"litdata.zst"`` where the name ends in ``.zstd.bin``."""
         return "litdata.zst" if url.split("?", 1)[0].lower().endswith((".zst.bin", ".zstd.bin")) else "litdata"
 
+    def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
+        """Reads the head of a chunk; see ``Format.index_shard``."""
+        if self.format_name(url) == self.name and is_embedded(url, storage_options):
+            index = replace(ArrowFormat().index_shard(url, options, storage_options), format=_ARROW_NAME)
+            _check_listed(url, int(index.block_rows.sum()), storage_options)
+            return index
+        return super().index_shard(url, options, storage_options)
+
     def config_of(self, stream: ForwardFile, offsets: Places, url: str, storage_options: Mapping[str, Any]) -> bytes:
         """Returns what ``index.json`` says of the fields; checks what it says of this chunk."""
-        folder, _, name = url.split("?", 1)[0].rpartition("/")
-        place = f"{folder}/{INDEX_NAME}" if folder else INDEX_NAME
-        index = read_index(place, storage_options)
-        found = next((entry for entry in index["chunks"] if entry["filename"].rpartition("/")[2] == name), None)
-        if found is None:
-            raise ManifestError("the chunk is not in its index.json", url=url, hint="name the folder, not the file")
-        if found["chunk_size"] != len(offsets) - 1:
-            what = "the chunk and its index.json have different numbers of samples"
-            raise ManifestError(what, url=url, expected=found["chunk_size"], found=len(offsets) - 1)
-        if len(offsets) > 1 and offsets[0] == offsets[-1]:
-            hint = "write it with an older litdata, or its source as Parquet"
-            raise ManifestError("the samples are stored as an Arrow table inside the chunk", url=url, hint=hint)
+        index = _check_listed(url, len(offsets) - 1, storage_options)
         config = {"data_format": index["config"]["data_format"], "names": _names(index["config"], url)}
         config["is_bare"] = index["config"].get("item_loader") == "TokensLoader"
         if len(offsets) > 1 and any(_is_shaped(kind) for kind in config["data_format"]):
@@ -99,6 +101,19 @@ class LitDataFormat(SampleTableFormat):
             if kind in ("pickle", "json")
         ]
         return SampleFields(fields, has_sizes=not read["is_bare"], warnings=tuple(warnings))
+
+
+def _check_listed(url: str, num_samples: int, storage_options: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``index.json`` beside a chunk, which must list it with as many samples."""
+    folder, _, name = url.split("?", 1)[0].rpartition("/")
+    index = read_index(f"{folder}/{INDEX_NAME}" if folder else INDEX_NAME, storage_options)
+    found = next((entry for entry in index["chunks"] if entry["filename"].rpartition("/")[2] == name), None)
+    if found is None:
+        raise ManifestError("the chunk is not in its index.json", url=url, hint="name the folder, not the file")
+    if found["chunk_size"] != num_samples:
+        what = "the chunk and its index.json have different numbers of samples"
+        raise ManifestError(what, url=url, expected=found["chunk_size"], found=num_samples)
+    return index
 
 
 def read_index(url: str, storage_options: Mapping[str, Any]) -> dict[str, Any]:

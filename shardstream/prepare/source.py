@@ -82,7 +82,7 @@ def _runs(
 ) -> Generator[pa.Table, None, None]:
     """The runs of a block, as Arrow itself reads them where the format can."""
     names = list(columns) if columns is not None else None
-    shard_format = format_of(shard.url)
+    shard_format = format_of("." + shard.manifest.formats[shard.index])  # a LitData chunk may be an Arrow table
     if hasattr(shard_format, "read_tables"):
         for table in shard_format.read_tables(shard, block, names, first_run):
             yield pa.Table.from_batches([table]) if isinstance(table, pa.RecordBatch) else table

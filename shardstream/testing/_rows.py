@@ -113,5 +113,6 @@ def read_all(manifest: Manifest, columns: Sequence[str] | None = None) -> list[R
     rows: list[Row] = []
     for block in range(manifest.num_blocks):
         shard = Shard(manifest, int(manifest.shard_of_block(np.array(block))))
-        rows += python_rows(format_of(shard.url).read_runs(shard, block, columns))
+        read_runs = format_of("." + manifest.formats[shard.index]).read_runs
+        rows += python_rows(read_runs(shard, block, columns))
     return rows

@@ -4,7 +4,9 @@ import json
 import pickle
 import shutil
 from pathlib import Path
+from uuid import uuid4
 
+import fsspec
 import numpy as np
 import pytest
 import zstandard
@@ -111,6 +113,22 @@ def test_token_chunks_are_documents_without_a_copy() -> None:
     assert not column.values.flags.owndata
 
 
+@pytest.mark.parametrize("is_remote", [False, True])
+def test_rows_with_lists_are_an_arrow_table_inside_the_chunk(is_remote):
+    root = PEERS / "litdata-rows"
+    if is_remote:
+        root, memory = f"memory://{uuid4().hex}", fsspec.filesystem("memory")
+        for file in (PEERS / "litdata-rows").iterdir():
+            memory.pipe_file(f"{root}/{file.name}", file.read_bytes())
+    manifest = build_manifest(root, num_workers=0, tokens_column="tokens")
+    assert manifest.formats == ["litdata.arrow"]
+    assert read_all(manifest) == [{"uid": row, "tokens": list(range(row))} for row in range(5)]
+    assert counts_of(manifest, 0, "token_lengths") == {"token_lengths": [0, 1, 2, 3, 4]}
+    shard = Shard(manifest, 0)
+    (run,) = format_of(".litdata.arrow").read_runs(shard, 0, None)
+    assert all(column.values.flags.aligned for column in run.columns.values())
+
+
 def test_tuples_and_nested_samples_are_named_by_their_path() -> None:
     manifest = build_manifest(PEERS / "litdata-tuple", num_workers=0)
     assert read_all(manifest)[3] == {"0": 3, "1.0": "a", "1.1.b": 0.5}
@@ -122,8 +140,6 @@ def test_tuples_and_nested_samples_are_named_by_their_path() -> None:
 def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"compressed by batch.*write them without"):
         build_manifest(PEERS / "litdata-framed", num_workers=0)
-    with pytest.raises(ManifestError, match=r"stored as an Arrow table inside the chunk.*chunk-0-0\.bin"):
-        build_manifest(PEERS / "litdata-rows", num_workers=0)
 
 
 @pytest.mark.parametrize(
