@@ -296,20 +296,16 @@ class _Spans:
         return is_padding
 
     def _position_ids(self) -> Dense:
-        """Counts up, and falls back to 0 at each document: summed in place, because memory is what this costs."""
-        steps = np.ones(self._num_rows * self._length, np.int64)
-        steps[self._begin[:1]] = 0
-        steps[self._begin[1:-1]] -= self._sizes[:-1]
-        np.cumsum(steps, out=steps)
-        return Dense(steps.reshape(self._num_rows, self._length))
+        """Counts up, and falls back to 0 at each document: place in the row, less where in it the document begins."""
+        ids = np.repeat(self._begin[:-1] % self._length, self._sizes).reshape(self._num_rows, self._length)
+        np.subtract(np.arange(self._length), ids, out=ids)  # in place, because memory is what this costs
+        return Dense(ids)
 
     def _document_ids(self) -> Dense:
         numbers = np.arange(len(self._sizes)) - np.repeat(np.cumsum(self._per_row) - self._per_row, self._per_row)
         numbers[self._is_padding] = -1
-        steps = np.zeros(self._num_rows * self._length, np.int32)
-        steps[self._begin[:-1]] = np.diff(numbers, prepend=0)
-        np.cumsum(steps, out=steps)
-        return Dense(steps.reshape(self._num_rows, self._length))
+        ids = np.repeat(numbers.astype(np.int32), self._sizes)
+        return Dense(ids.reshape(self._num_rows, self._length))
 
     def _cu_seqlens(self) -> Slices:
         """One more entry a row than spans: T, the end of the last."""
