@@ -1,4 +1,5 @@
-# make venv | test | quick | demo | fmt | coverage | bench | bench-scale | bench-peers | pins.
+# make venv | test | quick | demo | fmt | coverage | fuzz | bench | bench-scale | bench-peers | pins |
+# verify-pins.
 # Every target sets up what it needs by itself.
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check -qq
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: venv test quick lint fmt coverage demo bench bench-scale bench-peers pins clean
+.PHONY: venv test quick lint fmt coverage demo fuzz bench bench-scale bench-peers pins verify-pins clean
 
 venv: $(STAMP)
 
@@ -59,6 +60,10 @@ coverage: $(STAMP)
 demo: $(STAMP)
 	@python tools/demo.py
 
+# A minute for each reader; with ENGINE=atheris (pip install atheris) by what reaches new code. Findings: build/fuzz.
+fuzz: $(STAMP)
+	@python -m tools.fuzz --seconds $(or $(SECONDS),60) --engine $(or $(ENGINE),hypothesis) $(TARGETS)
+
 # Half an hour and 6 GB; LARGE=--large adds the large blocks of the memory suite. Peers take part where they are installed.
 bench: $(STAMP)
 	@python -m tools.bench prepare $(LARGE)
@@ -82,6 +87,10 @@ $(PEERS)/.installed: tools/bench/constraints.txt
 # Pins what the virtual environment holds now, without local version labels, paths and this package.
 pins: $(STAMP)
 	@{ sed -n '/^#/p' $(PINS); $(PIP) freeze --exclude-editable | grep '==' | sed 's/+.*//' | sort -f; } > $(PINS).new && mv $(PINS).new $(PINS)
+
+# Whether the index gives the files whose hashes are known (not part of `make test`: it needs the index, and one platform).
+verify-pins: $(STAMP)
+	@python tools/pins.py check
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -23,6 +23,7 @@ from shardstream.formats._decompress import ForwardFile
 
 MAX_HEADER_NUM_BYTES = 1 << 20  # of a PAX header or a long name: tarfile would read gigabytes if one says so
 
+_MOST_NUM_BYTES = 1 << 62
 _BLOCK = 512
 _TARFILE_ERRORS = (tarfile.TarError, ValueError, OverflowError, LookupError, RecursionError)  # what bad headers raise
 _IGNORED = re.compile(r"(?:^|/)(?:\._[^/]*|\.DS_Store|__[^/]*__(?:/.*)?)$")
@@ -105,9 +106,11 @@ def scan_members(stream: ForwardFile, url: str, findings: Findings) -> Iterator[
 
 def _skip_zeros(stream: ForwardFile) -> bool:
     """Moves to the first block that is not all zeros; False at the end of the stream."""
-    while block := stream.read(_BLOCK):
-        if any(block):
+    while piece := stream.read(MAX_HEADER_NUM_BYTES):
+        if piece.count(0) < len(piece):
+            num_zeros = len(piece) - len(piece.lstrip(b"\0"))
             stream.push_back()
+            stream.read(num_zeros // _BLOCK * _BLOCK)
             return True
     return False
 
@@ -126,6 +129,8 @@ def _members(info: tarfile.TarInfo, url: str, findings: Findings) -> Iterator[Me
         kind = "a sparse file" if info.issparse() else "a link" if info.issym() or info.islnk() else "a device"
         what = f"member '{shown_name(name)}' is {kind}, which holds no data"
         raise ManifestError(what, url=url, hint="pack regular files (GNU tar: --dereference --hard-dereference)")
+    elif not 0 <= info.size < _MOST_NUM_BYTES:
+        raise _damaged(url, info.offset, f"member '{shown_name(name)}' of {info.size} bytes")
     else:
         yield Member(name, info.offset_data, info.size)
 

@@ -118,7 +118,7 @@ class ParquetFormat:
         A row group of one run is read at once, one of several is streamed page by page. Entering it at a later run
         decodes the earlier ones, because Parquet has no way around that.
         """
-        with closing(self.read_tables(shard, block, columns, first_run)) as tables:
+        with naming_damage(shard.url, block), closing(self.read_tables(shard, block, columns, first_run)) as tables:
             for table in tables:
                 yield rows_of(table)
                 del table
