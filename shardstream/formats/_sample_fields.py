@@ -79,12 +79,12 @@ def lists(name: str, dtype: npt.DTypeLike) -> Field:
     return Field(name, pa.list_(pa.from_numpy_dtype(kind)), partial(_lists, dtype=kind))
 
 
-def arrays(name: str, value_type: pa.DataType, header: Header, flat: Callable[..., Column | None]) -> Field:
+def arrays(name: str, of_first: tuple[str, int] | None, header: Header, flat: Callable[..., Column | None]) -> Field:
     """Returns a field of arrays that say their type and shape themselves.
 
     Args:
         name: Its column.
-        value_type: Of the numbers, as far as is known.
+        of_first: Type of the numbers and number of dimensions, as far as is known: those of the first value.
         header: Takes a value apart: its dtype, its shape, and where the numbers begin.
         flat: Makes the column, fast, if all arrays have one dimension and one type; else returns None.
     """
@@ -97,7 +97,11 @@ def arrays(name: str, value_type: pa.DataType, header: Header, flat: Callable[..
         dtype, shape, begin = header(value)
         return np.frombuffer(value, dtype, offset=begin).reshape(shape)
 
-    return Field(name, pa.list_(value_type), make)
+    dtype, num_dims = of_first or (None, 1)
+    arrow_type = pa.null() if dtype is None else pa.from_numpy_dtype(np.dtype(dtype))
+    for _ in range(num_dims):
+        arrow_type = pa.list_(arrow_type)
+    return Field(name, arrow_type, make)
 
 
 def text(name: str) -> Field:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from shardstream import storage
-from shardstream.columns import Column, Rows
+from shardstream.columns import Column, Objects, Rows
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
 from shardstream.formats._block_bytes import block_ranges, bytes_of_runs, place_in_shard, read_exactly
@@ -270,6 +270,22 @@ def columns_of(
     if np.any(begin != ends):
         raise ValueError("the sizes of a sample's values do not add up to the sample's")
     return made
+
+
+def first_shapes(fields: SampleFields, first: bytes, names: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Returns type and number of dimensions that arrays have in the first sample.
+
+    Args:
+        fields: What a sample consists of.
+        first: The first sample.
+        names: Columns of arrays.
+    """
+    values = np.frombuffer(first, np.uint8)
+    columns = columns_of(fields, values, np.array([0]), np.array([len(first)]), names)
+    found = {
+        name: column.values[0] if isinstance(column, Objects) else column.values for name, column in columns.items()
+    }
+    return {name: (value.dtype.name, value.ndim) for name, value in found.items()}
 
 
 def _runs(

@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
-import pyarrow as pa
 
 from shardstream import storage
 from shardstream.errors import ManifestError
 from shardstream.formats import IndexOptions, ShardIndex
 from shardstream.formats._decompress import ForwardFile
 from shardstream.formats._sample_fields import Bytes, Field, Places, arrays, data, lists, numbers, text
-from shardstream.formats._sample_table import SampleFields, SampleTableFormat, columns_of, exactly
+from shardstream.formats._sample_table import SampleFields, SampleTableFormat, exactly, first_shapes
 from shardstream.formats.arrow import ArrowFormat, is_embedded
 
 INDEX_NAME = "index.json"
@@ -84,9 +83,12 @@ class LitDataFormat(SampleTableFormat):
         index = _check_listed(url, len(offsets) - 1, storage_options)
         config = {"data_format": index["config"]["data_format"], "names": _names(index["config"], url)}
         config["is_bare"] = index["config"].get("item_loader") == "TokensLoader"
-        if len(offsets) > 1 and any(_is_shaped(kind) for kind in config["data_format"]):
+        kinds = zip(config["names"], config["data_format"], strict=True)
+        shaped = [name for name, kind in kinds if kind in ("tensor", "numpy")]
+        if shaped and len(offsets) > 1:
             stream.seek(int(offsets[0]))
-            config["shapes"] = _shapes(self, config, exactly(stream, int(offsets[1] - offsets[0])), url)
+            first = exactly(stream, int(offsets[1] - offsets[0]))
+            config["shapes"] = first_shapes(self.fields_of(json.dumps(config).encode(), url), first, shaped)
         return json.dumps(config, sort_keys=True).encode()
 
     def fields_of(self, config: bytes, url: str) -> SampleFields:
@@ -201,12 +203,8 @@ def _field(name: str, kind: str, url: str, shape: Any) -> Field:
     if base in ("no_header_tensor", "no_header_numpy"):
         return lists(name, _dtype(int(number), base, name, url))
     if base in ("tensor", "numpy"):
-        dtype, num_dims = (None, 1) if shape is None else shape
-        value_type = pa.null() if dtype is None else pa.from_numpy_dtype(np.dtype(dtype))
-        for _ in range(num_dims - 1):
-            value_type = pa.list_(value_type)
         header = _tensor_header if base == "tensor" else _array_header
-        return arrays(name, value_type, header, _none)
+        return arrays(name, shape, header, _none)
     if base in _AS_BYTES:
         return data(name)
     hint = "leave custom serializers out, or write their values as bytes"
@@ -220,20 +218,6 @@ def _dtype(number: int, base: str, name: str, url: str) -> str:
         what = f"column {name!r} has numbers of a type that cannot be read"
         raise ManifestError(what, url=url, found=f"{base}:{number}", hint="write real numbers of up to 64 bits")
     return code if code == "?" else "<" + code
-
-
-def _is_shaped(kind: str) -> bool:
-    return kind in ("tensor", "numpy")
-
-
-def _shapes(format_: LitDataFormat, config: Mapping[str, Any], first: bytes, url: str) -> dict[str, Any]:
-    """Type and number of dimensions of arrays that say them themselves, as the first sample has them."""
-    fields = format_.fields_of(json.dumps(config).encode(), url)
-    names = [name for name, kind in zip(config["names"], config["data_format"], strict=True) if _is_shaped(kind)]
-    values = np.frombuffer(first, np.uint8)
-    columns = columns_of(fields, values, np.array([0]), np.array([len(first)]), names)
-    found = {name: column.values[0] for name, column in columns.items()}
-    return {name: (value.dtype.name, value.ndim) for name, value in found.items()}
 
 
 def _tensor_header(value: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:

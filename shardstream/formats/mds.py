@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from shardstream.columns import Column, Dense, Objects
@@ -27,7 +26,7 @@ from shardstream.formats._sample_fields import (
     shifted_lists,
     text,
 )
-from shardstream.formats._sample_table import SampleFields, SampleTableFormat, columns_of, exactly
+from shardstream.formats._sample_table import SampleFields, SampleTableFormat, exactly, first_shapes
 
 _NUMBERS = {
     **{kind: np.dtype(kind).newbyteorder("<") for kind in ("uint8", "uint16", "uint32", "uint64")},
@@ -70,12 +69,12 @@ class MdsFormat(SampleTableFormat):
         config = {key: found[key] for key in _CONFIG}
         if len({len(names) for names in config.values()}) != 1:
             raise ManifestError("the shard's columns are inconsistent", url=url, found=config)
-        if "ndarray" in config["column_encodings"] and len(offsets) > 1:
+        names = zip(config["column_names"], config["column_encodings"], strict=True)
+        shaped = [name for name, encoding in names if encoding.startswith("ndarray") and encoding.count(":") <= 1]
+        if shaped and len(offsets) > 1:
             stream.seek(int(offsets[0]))
-            first = np.frombuffer(exactly(stream, int(offsets[1] - offsets[0])), np.uint8)
-            fields = self.fields_of(json.dumps(config).encode(), url)
-            columns = columns_of(fields, first, np.array([0]), np.array([len(first)]), _any_arrays(config))
-            config["dtypes"] = {name: _dtype_of(column) for name, column in columns.items()}
+            first = exactly(stream, int(offsets[1] - offsets[0]))
+            config["shapes"] = first_shapes(self.fields_of(json.dumps(config).encode(), url), first, shaped)
         return json.dumps(config, sort_keys=True).encode()
 
     def fields_of(self, config: bytes, url: str) -> SampleFields:
@@ -84,7 +83,7 @@ class MdsFormat(SampleTableFormat):
         names, encodings, sizes = (read[key] for key in _CONFIG)
         fields = []
         for name, encoding, size in zip(names, encodings, sizes, strict=True):
-            field = _field(name, encoding, url, read.get("dtypes", {}).get(name))
+            field = _field(name, encoding, url, read.get("shapes", {}).get(name))
             if field.num_bytes != size:
                 what = f"column {name!r} is {encoding}, but its size is another"
                 raise ManifestError(what, url=url, expected=field.num_bytes, found=size)
@@ -139,10 +138,10 @@ _FIELDS: Mapping[str, Callable[[str], Field]] = {
 }
 
 
-def _field(name: str, encoding: str, url: str, dtype: str | None) -> Field:
+def _field(name: str, encoding: str, url: str, shape: tuple[str, int] | None) -> Field:
     kind, _, form = encoding.partition(":")
     if kind == "ndarray":
-        return _array_field(name, form, url, dtype)
+        return _array_field(name, form, url, shape)
     if encoding not in _FIELDS:
         hint = "write it with another encoding"
         raise ManifestError(f"column {name!r} has an unknown encoding", url=url, found=encoding, hint=hint)
@@ -152,7 +151,7 @@ def _field(name: str, encoding: str, url: str, dtype: str | None) -> Field:
 # ---------------------------------------------------------------------------------------------------- arrays
 
 
-def _array_field(name: str, form: str, url: str, dtype: str | None) -> Field:
+def _array_field(name: str, form: str, url: str, of_first: tuple[str, int] | None) -> Field:
     """``<dtype>:<shape>``, ``<dtype>`` or nothing: what is not said here is said by each value."""
     kind, _, shape = form.partition(":")
     if kind and kind not in _NUMBERS:
@@ -160,8 +159,6 @@ def _array_field(name: str, form: str, url: str, dtype: str | None) -> Field:
     if shape:
         return numbers(name, _NUMBERS[kind], [int(size) for size in shape.split(",")])
     known = _NUMBERS[kind] if kind else None
-    declared = known or (np.dtype(dtype) if dtype else None)
-    value_type = pa.null() if declared is None else pa.from_numpy_dtype(declared)
 
     def header(value: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         begin = 0 if known is not None else 1
@@ -170,7 +167,9 @@ def _array_field(name: str, form: str, url: str, dtype: str | None) -> Field:
         sizes = np.frombuffer(value, f"<u{size_num_bytes}", num_dims, begin + 1)
         return found, tuple(sizes.tolist()), begin + 1 + num_dims * size_num_bytes
 
-    return arrays(name, value_type, header, partial(_flat, known=known))
+    return arrays(
+        name, of_first or ((known.name, 1) if known is not None else None), header, partial(_flat, known=known)
+    )
 
 
 def _flat(values: Bytes, starts: Places, lengths: Places, known: np.dtype[Any] | None) -> Column | None:
@@ -182,13 +181,3 @@ def _flat(values: Bytes, starts: Places, lengths: Places, known: np.dtype[Any] |
         return None
     dtype = known if known is not None else _NUMBERS[_DTYPES[int(heads[0, 0])]]
     return shifted_lists(values, starts, lengths, begin + 1 + (1 << (form & 3).astype(np.int64)), dtype)
-
-
-def _any_arrays(config: Mapping[str, Any]) -> list[str]:
-    names = zip(config["column_names"], config["column_encodings"], strict=True)
-    return [name for name, encoding in names if encoding == "ndarray"]
-
-
-def _dtype_of(column: Column) -> str:
-    values: npt.NDArray[Any] = column.values[0] if isinstance(column, Objects) else column.values
-    return values.dtype.name

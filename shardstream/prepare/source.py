@@ -118,7 +118,8 @@ def _array(name: str, column: Column, kind: pa.DataType) -> pa.Array:
         return _lists(column).cast(kind)
     if isinstance(column, Dense) and column.values.ndim == 1:
         return pa.array(column.values, mask=column.nulls).cast(kind)
-    return pa.array(python_values(name, column), kind)
+    values = python_values(name, column)  # Arrow takes arrays of one dimension only
+    return pa.array([v.tolist() if isinstance(v, np.ndarray) and v.ndim != 1 else v for v in values], kind)
 
 
 def _lists(column: Slices) -> pa.Array:
