@@ -210,6 +210,11 @@ class StreamingDataset(IterableDataset[Batch]):
         return source_heads(self.heads, self.plan)
 
     @property
+    def on_error(self) -> OnError:
+        """What becomes of samples that cannot be decoded."""
+        return "raise" if self._budget is None else "mask"
+
+    @property
     def num_seeks(self) -> int:
         """How often ``set_epoch`` or ``load_state_dict`` said where to go on."""
         return self._start.num_seeks

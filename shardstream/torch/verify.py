@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # What every rank must have alike, in the order in which differences are told.
 _SETTINGS = (
     "fingerprint", "seed", "epoch", "position", "grid_start", "shuffle", "lanes", "tail", "global_batch",
-    "batch_size", "accumulate", "packing", "mixture", "columns", "heads",
+    "batch_size", "accumulate", "packing", "mixture", "columns", "heads", "on_error",
 )  # fmt: skip
 
 
@@ -123,6 +123,7 @@ def _settings(dataset: StreamingDataset) -> dict[str, Any]:
     settings = {**dataset.start.state_dict(), "batch_size": plan.batch_size, "accumulate": plan.accumulate}
     settings["columns"] = None if dataset.columns is None else list(dataset.columns)
     settings["heads"] = sorted(dataset._assembly.targets)  # noqa: SLF001 - counts are summed in this order
+    settings["on_error"] = dataset.on_error  # it decides whether targets of packed data are summed over the ranks
     return {name: settings[name] for name in (*_SETTINGS, "manifest")}
 
 

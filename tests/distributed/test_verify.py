@@ -53,6 +53,7 @@ def odd_ranks(rank):
         "another world size": dataset_of(Topology(rank, 2 if odd else 3)),
         "a world of one each": dataset_of(Topology(0, 1, source="single process")),
         "heads": dataset_of(Topology(rank, 3), targets={"aux" if odd else "lm": len}),
+        "another on_error": dataset_of(Topology(rank, 3), on_error="mask" if odd else "raise"),
     }
     found = {name: outcome(dataset) for name, dataset in datasets.items()}
     found["right again"] = outcome(datasets["right"])
@@ -76,6 +77,7 @@ EXPECTED = {
         "TopologyError: rank 0 reads as 0 of 1 (single process) in a process group of 3; start every process"
     ),
     "heads": "PlanError: ranks differ in heads: ['lm'] on ranks 0, 2, ['aux'] on rank 1",
+    "another on_error": "PlanError: ranks differ in on_error: 'raise' on ranks 0, 2, 'mask' on rank 1",
     "right again": RIGHT,
 }
 

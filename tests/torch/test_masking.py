@@ -7,6 +7,7 @@ import os
 import pickle
 import tarfile
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -17,10 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from shardstream.columns import Objects, Rows
 from shardstream.errors import DecodeError, PlanError, ReadError, ShardStreamWarning
+from shardstream.fetch import Fetched, Reading
+from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
+from shardstream.plan import Plan
 from shardstream.quarantine import read_quarantine
 from shardstream.torch import Evaluation, StreamingDataset, StreamingLoader, Topology, decode, pad_tokens, windows
+from shardstream.torch.assemble import Assembly
+from shardstream.torch.masking import MaskingMaker
 from tests.support.corpora import manifest_of_files, parquet_manifest, text_of, tokens_of, with_runs
 from tests.support.streams import loader_of, real_ids
 
@@ -71,7 +78,7 @@ def check_epoch(batches_of_ranks, num_samples, bad, report):
 # ------------------------------------------------------------------------------------------------ the promise
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     bad=st.sets(st.integers(0, NUM_SAMPLES - 1), max_size=56),
     world_size=st.sampled_from([1, 2, 4]),
@@ -151,6 +158,20 @@ def test_a_report_that_was_cut_is_read_up_to_there_and_goes_on(sound, tmp_path):
         read_quarantine(tmp_path)
     with pytest.raises(ReadError, match="no quarantine report"):
         read_quarantine(tmp_path / "nothing")
+
+
+def test_a_report_shows_no_credentials():
+    """Neither of the shard's url nor of one in what a transform said."""
+    manifest = Manifest.synthetic(num_shards=1, blocks_per_shard=1, rows_per_block=4)
+    plan = Plan.make(replace(manifest, root="s3://key:secret@bucket/data"), batch_size=2)
+    (batch, *_) = plan.micro_batches(0, plan.cursor())
+    error = ValueError("https://user:secret@host/a.png?signature=secret is no image")
+    (masked,) = MaskingMaker(Assembly(None, None, {}, None, -100), plan, 0, None, Reading()).told(
+        Fetched(batch, np.arange(2), Rows(2, {})), Objects([((3, error),), None])
+    )
+    assert masked.url.startswith("s3://bucket/data/")
+    assert masked.reason == "ValueError: https://host/a.png?... is no image"
+    assert "secret" not in str(masked)
 
 
 # ------------------------------------------------------------------------------------------------ what is masked
