@@ -87,7 +87,8 @@ def trial(folder: Path, num_cuts: int, timeout_s: float) -> dict[str, Any]:
             pulled.plug(is_in=True)
         with started(setting, hosts, port + 1) as sides:
             step = _in_mid_epoch(sides[0], step)
-            sides[1].stop()  # one side is asked, and both stop
+            for side in sides:  # a torchrun that is not asked would wait for the other one at its exit
+                side.ask_to_stop()
             _ends(sides, timeout_s)
         say(f"two hosts go on, to step {step}")
     last = max(line["step"] for line in read_metrics(setting.run))

@@ -167,8 +167,12 @@ class Torchrun:
         Raises:
             LaunchError: If it still runs after ``idle_s``.
         """
-        self._process.send_signal(signal.SIGTERM)
+        self.ask_to_stop()
         self._watch(self._process.poll, idle_s)
+
+    def ask_to_stop(self) -> None:
+        """Sends SIGTERM to torchrun, and does not wait."""
+        self._process.send_signal(signal.SIGTERM)
 
     def finish(self, idle_s: float = 120.0) -> None:
         """Waits for the end of the run.

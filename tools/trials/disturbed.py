@@ -21,7 +21,7 @@ from tools.trials.setting import NUM_STEPS, Setting
 T = TypeVar("T")
 
 _POLL_S = 0.002
-_IDLE_S = 120.0
+_IDLE_S = 300.0
 _END_S = 30.0
 """Within so much more than the deadline all processes of a job must have ended; the machine may be busy."""
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -126,10 +127,13 @@ def shared_memory() -> set[str]:
 
 def _used_by(process: Path, named: Iterable[str]) -> set[str]:
     try:
-        maps = (process / "maps").read_text()
-        opened = {str(entry.readlink()) for entry in (process / "fd").iterdir()}
+        maps, files = (process / "maps").read_text(), list((process / "fd").iterdir())
     except OSError:  # ended meanwhile
         return set()
+    opened = set()
+    for file in files:
+        with suppress(OSError):  # closed meanwhile
+            opened.add(str(file.readlink()))
     return {path for path in named if path in opened or path in maps}
 
 
