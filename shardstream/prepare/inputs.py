@@ -17,6 +17,22 @@ from shardstream.prepare.settings import PrepareProgress, PrepareSettings
 _MANIFEST_NAMES = (".manifest.parquet", "/manifest.parquet")
 
 
+def check_apart(inputs: Sequence[str | os.PathLike[str]], output: str) -> None:
+    """Refuses an output in a folder that is an input: its shards would be found there by the next run.
+
+    Args:
+        inputs: As given.
+        output: Absolute location of the folder that will be written.
+
+    Raises:
+        PlanError: If it is.
+    """
+    for place in (storage.absolute(os.fspath(name)).rstrip("/") for name in inputs):
+        if storage.path_below(output, place) is not None:
+            hint = "name a folder beside it"
+            raise PlanError("the output lies in an input folder", url=output, found=shown_url(place), hint=hint)
+
+
 def find_input(inputs: Sequence[str | os.PathLike[str]], output: str, settings: PrepareSettings) -> Manifest:
     """Returns the manifest of the input.
 
@@ -30,11 +46,6 @@ def find_input(inputs: Sequence[str | os.PathLike[str]], output: str, settings: 
     """
     names = [os.fspath(name) for name in inputs]
     options = dict(settings.storage_options)
-    for name in names:
-        place = storage.absolute(name).rstrip("/")
-        if storage.path_below(output, place) is not None:
-            hint = "name a folder beside it"
-            raise PlanError("the output lies in an input folder", url=output, found=shown_url(place), hint=hint)
     if len(names) == 1 and names[0].endswith(_MANIFEST_NAMES):
         manifest = load_manifest(names[0], storage_options=options, allow_url="*")
     else:

@@ -116,7 +116,10 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-        except OSError as error:
+        except BaseException as error:
+            unfinished.unlink(missing_ok=True)
+            if not isinstance(error, OSError):
+                raise
             raise ReadError("cannot write the file", url=path, found=error, hint="is the disk full?") from error
 
     @contextlib.contextmanager

@@ -22,7 +22,7 @@ from shardstream._version import __version__
 from shardstream.errors import ManifestError, PlanError, ReadError, ShardStreamWarning
 from shardstream.index import IndexSettings, build_manifest
 from shardstream.manifest import Int64Array, Manifest
-from shardstream.prepare.inputs import default_format, find_input
+from shardstream.prepare.inputs import check_apart, default_format, find_input
 from shardstream.prepare.journal import VERSION, Journal, PartRecord
 from shardstream.prepare.parts import (
     Part,
@@ -37,7 +37,7 @@ from shardstream.prepare.pilot import Measured, measure
 from shardstream.prepare.settings import Prepared, PrepareProgress, PrepareSettings
 from shardstream.prepare.spill import Spills
 from shardstream.prepare.steps import Step
-from shardstream.prepare.work import Done, Job, do_all, scatter, write_parts
+from shardstream.prepare.work import Done, Job, do_all, scatter, schema_of, write_parts
 from shardstream.prepare.writers import Shape
 from shardstream.processes import num_cores
 
@@ -74,10 +74,11 @@ class Run:
     ) -> Run:
         """Finds and indexes the input; checks what can be checked before anything is written."""
         journal = Journal(storage.absolute(os.fspath(output)).rstrip("/"), settings.storage_options)
+        check_apart(inputs, journal.output)
         journal.read_plan()  # a folder that cannot be used is refused before hours of indexing
         manifest = find_input(inputs, journal.output, settings)
         shape = Shape(
-            settings.format or default_format(manifest),
+            settings.format or ("parquet" if step.tokens_column is not None else default_format(manifest)),
             settings.block_num_bytes,
             settings.level,
             settings.key_column,
@@ -85,7 +86,9 @@ class Run:
         if step.tokens_column is not None and shape.format != "parquet":
             raise PlanError("tokens are written as Parquet", found=shape.format, hint="leave the format out")
         seed = settings.seed if settings.shuffle else None
-        return cls(settings, Job(manifest, journal, shape, step, 1, seed))
+        job = Job(manifest, journal, shape, step, 1, seed)
+        schema_of(job)  # columns that are not there are named before anything is written
+        return cls(settings, job)
 
     def decided(self, *, is_dry: bool = False) -> Run:
         """Decides which samples go where or, if that was decided before, takes that."""

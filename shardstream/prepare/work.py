@@ -123,11 +123,15 @@ def _write(job: Job, part: Part, tables: Iterable[pa.Table], tell: Tell) -> Part
     with job.journal.writing(name) as file:
         digesting = DigestingFile(file)
         writer = writer_of(job.shape, schema_of(job), digesting)  # type: ignore[arg-type]
-        for table in tables:
-            writer.write(table, job.sample_ids(position, position + table.num_rows))
-            position += table.num_rows
-            tell(Done(table.num_rows))
-        writer.close()
+        try:
+            for table in tables:
+                writer.write(table, job.sample_ids(position, position + table.num_rows))
+                position += table.num_rows
+                tell(Done(table.num_rows))
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
         if position != part.end:
             found = f"{position - part.first} samples"
             raise ReadError("a part is short", url=name, expected=f"{part.end - part.first} samples", found=found)

@@ -58,6 +58,10 @@ class Writer(Protocol):
         """Writes what is left; the file stays the caller's to close."""
         ...
 
+    def abandon(self) -> None:
+        """Lets go of the file, which nobody will read."""
+        ...
+
 
 def writer_of(shape: Shape, schema: pa.Schema, file: BinaryIO) -> Writer:
     """Returns a writer of this shape.
@@ -112,6 +116,11 @@ class ParquetShardWriter:
         self._flush()
         self._writer.close()
 
+    def abandon(self) -> None:
+        """Lets go of the file: pyarrow would write to it later."""
+        self._held = []
+        self._writer.close()
+
     def _flush(self) -> None:
         if self._held:
             group = pa.concat_tables(self._held).combine_chunks()
@@ -164,6 +173,9 @@ class TarShardWriter:
         self._tar.close()
         if self._frames is not None:
             self._frames.end_frame()
+
+    def abandon(self) -> None:
+        """Does nothing."""
 
     def _unique(self, key: object, sample_id: int) -> str:
         if not isinstance(key, str):
