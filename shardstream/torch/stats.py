@@ -34,6 +34,7 @@ class LoaderStats:
         num_requests: Ranges read from a remote store.
         num_bytes_fetched: Their bytes.
         num_cache_hits: Ranges that the disk cache had instead.
+        num_blocks_verified: Blocks whose bytes were compared with the manifest's checksums.
     """
 
     num_batches: int
@@ -49,6 +50,7 @@ class LoaderStats:
     num_requests: int
     num_bytes_fetched: int
     num_cache_hits: int
+    num_blocks_verified: int
 
     @property
     def wait_share(self) -> float:
@@ -124,6 +126,7 @@ class LoopClock:
             num_requests=read.num_requests,
             num_bytes_fetched=read.num_bytes_fetched,
             num_cache_hits=read.num_cache_hits,
+            num_blocks_verified=read.num_blocks_verified,
         )
 
     def _log(self, now: float, read: ReadStats) -> None:
