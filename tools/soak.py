@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,9 @@ class Probe:
     pss_mb: float
     num_threads: int
     num_files: int
+
+    def __str__(self) -> str:
+        return f"{self.num_micro_batches}: {self.pss_mb} MB, {self.num_threads} threads, {self.num_files} files"
 
     @classmethod
     def take(cls, num_micro_batches: int) -> Probe:
@@ -154,7 +157,7 @@ def flatness(probes: list[Probe]) -> dict[str, Any]:
         "growth_bytes_per_micro_batch": round((after - before) * 1e6 / num_between, 3),
         **most,
         "violations": violations,
-        "probes": [asdict(probe) for probe in probes],
+        "probes": list(map(str, probes)),
     }
 
 

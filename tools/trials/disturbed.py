@@ -7,8 +7,8 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar, final
+from dataclasses import dataclass, field
+from typing import TypeVar, final
 
 import psutil
 
@@ -54,9 +54,10 @@ class Round:
     took_s: float = 0.0
     end_s: float | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
-        return {**asdict(self), "kind": self.mishap.kind}
+    def __str__(self) -> str:
+        where = f"{self.world_size} ranks, {self.num_workers} workers each, step {self.step}"
+        waited = "" if self.end_s is None else f"; other ranks had ended after {self.end_s:.1f} s"
+        return f"{where}: {self.mishap.kind} at {self.mishap.moment}, {self.outcome} after {self.took_s:.1f} s{waited}"
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Disturbed:
         """Lets the job save and stop."""
         launch = self._running()
         self._wait(launch, lambda: launch.look() or None, "its first step")
-        launch.torchrun.stop()
+        launch.torchrun.stop(_IDLE_S)
         self._expect_end(launch)
 
     # --------------------------------------------------------------------------------------------------------- starts
@@ -170,7 +171,7 @@ class Disturbed:
     def _lose_a_rank(self, launch: _Launch) -> None:
         """A host is gone for good: the next start has a rank less, and the same global batch."""
         if self._launch is not None:
-            launch.torchrun.stop()
+            launch.torchrun.stop(_IDLE_S)
             self._expect_end(launch)
         self.num_lost += 1
         self._next_size = max(1, launch.world_size - 1)
