@@ -14,7 +14,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check -qq
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: venv test quick lint fmt coverage demo fuzz bench bench-scale bench-peers pins verify-pins clean
+.PHONY: emulators venv test quick lint fmt coverage demo fuzz bench bench-scale bench-peers pins verify-pins clean
 
 venv: $(STAMP)
 
@@ -63,6 +63,10 @@ demo: $(STAMP)
 # A minute for each reader; with ENGINE=atheris (pip install atheris) by what reaches new code. Findings: build/fuzz.
 fuzz: $(STAMP)
 	@python -m tools.fuzz --seconds $(or $(SECONDS),60) --engine $(or $(ENGINE),hypothesis) $(TARGETS)
+
+# A server that speaks Azure's protocol, for tests/test_stores.py, which goes without where it is missing. Needs npm.
+emulators:
+	npm install --no-audit --no-fund --prefix build/emulators azurite@3.37.0
 
 # Half an hour and 6 GB; LARGE=--large adds the large blocks of the memory suite. Peers take part where they are installed.
 bench: $(STAMP)

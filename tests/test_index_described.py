@@ -96,7 +96,7 @@ def test_splits_are_not_mixed():
     ("entry", "file", "old", "new"),
     [
         ("wids/tiny.json", "tiny.json", '"nsamples": 2', '"nsamples": 3'),
-        ("mds", "index.json", '"samples": 4', '"samples": 5'),
+        ("mds", "index.json", '"samples": 5', '"samples": 6'),
         ("litdata", "index.json", '"chunk_size": 6', '"chunk_size": 7'),
     ],
 )

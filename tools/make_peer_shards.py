@@ -53,7 +53,7 @@ def mds_rows(num_rows: int) -> list[dict[str, Any]]:
             "matrix": np.full((2, 3), row, np.uint8),
             "any": np.full((2, row + 1), row, np.int16),
             "meta": {"row": row, "names": ["a", None]},
-            "big": 10**20 + row,
+            "big": 10**15 + row,
             "ratio": row / 7,
             "thing": {row},
         }

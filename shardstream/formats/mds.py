@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from decimal import Decimal
 from functools import partial
 from typing import Any, ClassVar
 
@@ -47,11 +46,10 @@ class MdsFormat(SampleTableFormat):
     int, int8 … float64                 numbers
     ndarray:<dtype>:<shape>             numbers, ``[n, *shape]``
     ndarray:<dtype>, ndarray            lists of numbers; arrays of more dimensions as numpy arrays
-    str                                 text
+    str, json, str_decimal              text, as it is stored
     bytes, pil, jpeg, png, jpeg_array   bytes, as they are stored
     list[pil], list[jpeg], list[png]    lists of bytes
-    json, str_int, str_float,           Python values
-    str_decimal
+    str_int, str_float                  numbers of 64 bits
     pkl                                 bytes, with a warning: nothing is ever unpickled
     ==================================  =================================================================
     """
@@ -97,7 +95,7 @@ class MdsFormat(SampleTableFormat):
 
 
 def _spelled(parse: type[int | float]) -> Any:
-    """Numbers written as text: whole ones of any size, as arrays while they fit."""
+    """Numbers written as text."""
     base = objects("", pa.string(), parse)  # int() and float() take bytes, too
     dtype = np.int64 if parse is int else np.float64
 
@@ -106,8 +104,8 @@ def _spelled(parse: type[int | float]) -> Any:
         assert isinstance(column, Objects)  # noqa: S101 - what ``objects`` makes
         try:
             return Dense(np.array(column.values, dtype))
-        except OverflowError:
-            return column
+        except OverflowError as error:
+            raise ValueError("a number does not fit 64 bits") from error
 
     return make
 
@@ -125,12 +123,10 @@ def _files(value: bytes) -> list[bytes]:
 _FIELDS: Mapping[str, Callable[[str], Field]] = {
     **{kind: partial(numbers, dtype=dtype) for kind, dtype in _NUMBERS.items()},
     "int": partial(numbers, dtype=_NUMBERS["int64"]),
-    "str": text,
+    **dict.fromkeys(("str", "json", "str_decimal"), text),
     **dict.fromkeys(("bytes", "pil", "jpeg", "png", "jpeg_array", "pkl"), data),
-    "json": partial(objects, arrow_type=pa.string(), decode=json.loads),
     "str_int": lambda name: Field(name, pa.int64(), _spelled(int)),
     "str_float": lambda name: Field(name, pa.float64(), _spelled(float)),
-    "str_decimal": partial(objects, arrow_type=pa.string(), decode=lambda value: Decimal(value.decode())),
     **dict.fromkeys(
         ("list[pil]", "list[jpeg]", "list[png]"),
         partial(objects, arrow_type=pa.list_(pa.binary()), decode=_files),

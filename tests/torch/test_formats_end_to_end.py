@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_columns_are_tensors_where_they_are_numbers():
     assert isinstance(batch["tokens"], Ragged)
     assert batch["matrix"].shape == (2, 2, 3)
     assert batch["vector"].dtype == torch.float32
-    assert batch["meta"][0]["row"] == int(batch["uid"][0])
+    assert json.loads(batch["meta"][0])["row"] == int(batch["uid"][0])
     assert isinstance(batch["thing"][0], bytes)
 
 
