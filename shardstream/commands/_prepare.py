@@ -145,6 +145,8 @@ def _shown(value: object) -> object:
 
 
 def _summary(done: Prepared) -> dict[str, Any]:
+    from shardstream.errors import shown_url
+
     return {
         "manifest": shown_url(str(done.manifest.path)),
         "num_shards": done.manifest.num_shards,
@@ -155,7 +157,7 @@ def _summary(done: Prepared) -> dict[str, Any]:
         "num_resumed": done.num_resumed,
         "fingerprint": done.manifest.fingerprint,
         "input_fingerprint": done.input.fingerprint,
-        "origin": done.origin,
+        "origin": shown_url(done.origin),
     }
 
 
