@@ -94,28 +94,45 @@ class Reader(Subject):
         first_batch_s = passes[0].first_batch_s
         if stop_s == 0:
             return {"first_batch_s": first_batch_s}
-        samples_per_s = median(one.samples_per_s for one in passes)
-        return {"samples_per_s": samples_per_s, "first_batch_s": first_batch_s, "num_passes": len(passes)}
+        samples_per_s, values_per_s, values_per_cpu_s = (
+            median(getattr(one, name) for one in passes)
+            for name in ("samples_per_s", "values_per_s", "values_per_cpu_s")
+        )
+        return {
+            "samples_per_s": samples_per_s,
+            "values_per_s": values_per_s,
+            "values_per_cpu_s": values_per_cpu_s,
+            "first_batch_s": first_batch_s,
+            "num_passes": len(passes),
+        }
 
 
 class _Pass(NamedTuple):
     first_batch_s: float
     samples_per_s: float
+    values_per_s: float
+    """Tokens or bytes."""
+    values_per_cpu_s: float
+    """Of this process's threads, workers not among them: what a busy machine tells best."""
 
 
 def _one_pass(batches: Iterable[Contract], began: float, stop_s: float) -> _Pass:
-    num_samples = num_first = 0
+    num_samples = num_first = num_values = 0
     first = now = began
+    cpu_s = 0.0
     for index, batch in enumerate(batches):
         num_samples += len(batch["ids"])
         now = time.perf_counter()
         if index == 0:
-            first, num_first = now, num_samples
+            first, num_first, cpu_s = now, num_samples, time.process_time()
+        else:
+            num_values += int(batch["lengths"].sum())
         if index < _NUM_CHECKED:
             check(batch)
         if now - first >= stop_s:
             break
-    return _Pass(first - began, (num_samples - num_first) / max(now - first, 1e-9))
+    span_s, cpu_s = max(now - first, 1e-9), max(time.process_time() - cpu_s, 1e-9)
+    return _Pass(first - began, (num_samples - num_first) / span_s, num_values / span_s, num_values / cpu_s)
 
 
 class Work(NamedTuple):

@@ -19,7 +19,9 @@ _OURS, _PEER, _LIMIT = "tab:blue", "tab:gray", "tab:green"
 def plot_throughput(values: Values, folder: Path) -> Path | None:
     """Draws samples/s of every case as bars, T beside I; returns the file, or None without values."""
     rates = {case: median(found) for (case, metric), found in values.items() if metric == "samples_per_s"}
-    rates = {case: rate for case, rate in rates.items() if not case.startswith(("memory", "store"))}
+    rates = {
+        case: rate for case, rate in rates.items() if not case.startswith(("memory", "store", "packed", "unpacked"))
+    }
     if not rates:
         return None
     from matplotlib.figure import Figure

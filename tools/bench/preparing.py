@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.bench import data
+from tools.bench.adapters.packed import SEQUENCE_LENGTH
 from tools.bench.case import Case, Folders
 from tools.bench.child import PREPARE
 from tools.bench.range_server import RangeServer
@@ -33,6 +34,8 @@ def prepare_data(folders: Folders, loads: Sequence[str], scale: float, say: Call
         shards = sorted((folders.data / "T" / "parquet").glob("*.parquet"))
         tenth = [str(path) for path in shards[: max(1, len(shards) // 10)]]
         write_manifest(tenth, folders.data / "T" / "parquet-tenth.manifest.parquet", say)
+        whole, pack = str(folders.data / "T" / "parquet"), (SEQUENCE_LENGTH,)
+        write_manifest(whole, folders.data / "T" / "parquet-tokens.manifest.parquet", say, tokens="tokens", pack=pack)
 
 
 def write_manifest(
@@ -40,16 +43,28 @@ def write_manifest(
     manifest: Path,
     say: Callable[[str], None],
     storage_options: Mapping[str, Any] | None = None,
+    *,
+    tokens: str | None = None,
+    pack: Sequence[int] = (),
 ) -> None:
-    """Indexes shards, unless a manifest of this version is there."""
+    """Indexes shards, and counts a column of tokens if one is named, unless a manifest of this version is there."""
     from shardstream import Manifest, ManifestError, ShardStreamWarning, build_manifest
+    from shardstream.index import IndexSettings
 
     try:
         Manifest.load(manifest)
     except ManifestError:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShardStreamWarning)  # large blocks are what some cases are about
-            built = build_manifest(shards, manifest, overwrite=True, num_workers=0, storage_options=storage_options)
+            built = build_manifest(
+                shards,
+                manifest,
+                tokens_column=tokens,
+                overwrite=True,
+                num_workers=0,
+                storage_options=storage_options,
+                settings=IndexSettings(pack=pack),
+            )
         name = manifest.relative_to(manifest.parents[1])
         say(f"indexed {name}: {built.num_samples:,} samples, {built.num_blocks:,} blocks")
 
@@ -82,8 +97,8 @@ def prepare_peers(
     folders: Folders, peers: Sequence[str], loads: Sequence[str], scale: float, say: Callable[[str], None]
 ) -> None:
     """Writes each installed peer's own format, in its own environment."""
-    for peer in peers:
-        for name in loads:
+    for peer in [*peers, "litdata-tokens"]:
+        for name in loads if peer in peers else set(loads) & {"T"}:
             outcome = run_fresh(Case(f"prepare {peer} {name}", peer, name, options={PREPARE: scale}), folders)
             seconds = outcome.get("metrics", {}).get("prepare_s")
             say(f"{peer} {name}: {outcome.get('skipped') or outcome.get('error') or f'{seconds:.1f} s'}")

@@ -131,7 +131,18 @@ def _shown(measured: Measured) -> str:
     return ", ".join(f"{name} {value:,.4g}" for name, value in measured.metrics.items() if name in _SHOWN)
 
 
-_SHOWN = frozenset({"samples_per_s", "first_batch_s", "above_imports_mb", "prepare_s", "windows_per_s", "seconds"})
+_SHOWN = frozenset(
+    {
+        "samples_per_s",
+        "values_per_s",
+        "values_per_cpu_s",
+        "first_batch_s",
+        "above_imports_mb",
+        "prepare_s",
+        "windows_per_s",
+        "seconds",
+    }
+)
 
 
 def save_results(folders: Folders, suite: str, done: Sequence[Measured]) -> None:

@@ -11,6 +11,9 @@ from tools.bench.measuring import Subject
 
 SUBJECTS = {
     "shardstream": "tools.bench.adapters.shardstream_reader:ShardstreamReader",
+    "shardstream-packed": "tools.bench.adapters.packed:ShardstreamPacked",
+    "litdata-tokens": "tools.bench.adapters.packed:LitDataTokens",
+    "megatron-map": "tools.bench.adapters.packed:MegatronMap",
     "import": "tools.bench.costs.imports:ImportCost",
     "store": "tools.bench.costs.store:Store",
     "loop": "tools.bench.costs.loop:Loop",

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 from tools.bench.statistics import Spread, ratio_of_medians
 from tools.bench.subjects import PEERS, STREAMING_PEERS
 from tools.bench.suites.growth import NUM_RANKS, NUM_SAMPLES, scale_name
+from tools.bench.suites.packed import MINIMAL, PACKED, PACKED_PEERS, UNPACKED, WHOLE, WITH_WORKERS
 from tools.bench.suites.start import RESUMED_AT
 
 Values: TypeAlias = Mapping[tuple[str, str], Sequence[float]]  # (case, metric) → the values of all repetitions
@@ -82,7 +83,7 @@ def _is_met(target: Target, value: float) -> bool | None:
 
 def all_targets() -> list[Target]:
     """Returns every target, in the order of the table."""
-    return [*_parquet(), *_workers(), *_tars(), *_starts(), *_memory(), *_store(), *_loop(), *_growth()]
+    return [*_parquet(), *_packed(), *_workers(), *_tars(), *_starts(), *_memory(), *_store(), *_loop(), *_growth()]
 
 
 def _parquet() -> list[Target]:
@@ -106,6 +107,21 @@ def _parquet() -> list[Target]:
     peers = tuple(f"{peer} T" for peer in STREAMING_PEERS)
     targets.append(Target(topic, "to the fastest streaming peer", ours, against=peers, at_least=15))
     targets += [Target(topic, f"to {peer}", ours, against=(f"{peer} T",)) for peer in PEERS]
+    return targets
+
+
+def _packed() -> list[Target]:
+    topic, rate, per_cpu = "Packed sequences of 2,048, tokens/s", "values_per_s", "values_per_cpu_s"
+    targets = [
+        Target(topic, "to unpacked documents", PACKED, rate, (UNPACKED,), at_least=0.7),
+        Target(topic, "to unpacked documents, of a processor second", PACKED, per_cpu, (UNPACKED,)),
+        Target(topic, "inputs and labels, to unpacked documents", MINIMAL, rate, (UNPACKED,)),
+        Target(topic, "whole documents, to unpacked ones", WHOLE, rate, (UNPACKED,)),
+    ]
+    for name in PACKED_PEERS.values():
+        what = f"to {name.removeprefix('packed 2048, ')}"
+        targets.append(Target(topic, what, PACKED, rate, (name,)))
+        targets.append(Target(topic, f"{what}, 2 workers", WITH_WORKERS, rate, (f"{name}, 2 workers",)))
     return targets
 
 

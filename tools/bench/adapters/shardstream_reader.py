@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,14 +39,13 @@ class ShardstreamReader(Reader):
         from shardstream.torch import StreamingDataset, Topology
 
         form = case.options.get("form", "parquet")
-        load = workload(case.workload)
         dataset = StreamingDataset(
             self.manifest(case.options.get("manifest", f"{case.workload}/{form}")),
             batch_size=case.batch_size,
             seed=7,
-            columns=["id", load.column] if form == "parquet" else [load.suffix],
             topology=Topology(case.rank, case.world_size),
             reading=Reading(num_threads=case.num_threads or None, **case.options.get("reading", {})),
+            **self.dataset_options(case),
             **case.options.get("dataset", {}),
         )
         if "resume_at" in case.options:
@@ -54,6 +53,19 @@ class ShardstreamReader(Reader):
             num_windows = int(plan.num_positions * case.options["resume_at"]) // plan.global_batch
             dataset.load_state_dict(plan.cursor(0, num_windows * plan.global_batch))
         return dataset
+
+    def dataset_options(self, case: Case) -> dict[str, Any]:
+        """Returns which columns the dataset reads."""
+        load = workload(case.workload)
+        return {"columns": ["id", load.column] if case.options.get("form", "parquet") == "parquet" else [load.suffix]}
+
+    def convert(self, case: Case) -> Callable[[Batch], Contract]:
+        """Returns what puts a batch under the contract."""
+        load, is_parquet = workload(case.workload), case.options.get("form", "parquet") == "parquet"
+        if is_parquet and case.workload == "T":
+            return _from_ragged
+        column = load.column if is_parquet else load.suffix
+        return _Bytes(column, case.workload, keeps_fields=case.options.get("fields", False))
 
     def open(self, case: Case) -> Iterable[Contract]:
         """Returns the rank's batches under the contract."""
@@ -69,11 +81,7 @@ class ShardstreamReader(Reader):
             batches = StreamingLoader(dataset, **options)
         elif loader == "torch":
             batches = DataLoader(dataset, batch_size=None, **options)
-        load, is_parquet = workload(case.workload), case.options.get("form", "parquet") == "parquet"
-        if is_parquet and case.workload == "T":
-            return _Converted(batches, _from_ragged)
-        column = load.column if is_parquet else load.suffix
-        return _Converted(batches, _Bytes(column, case.workload, keeps_fields=case.options.get("fields", False)))
+        return _Converted(batches, self.convert(case))
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class _Converted:
     """Batches under the contract; each iteration is a pass of the dataset or loader."""
 
     batches: Iterable[Batch]
-    convert: Any
+    convert: Callable[[Batch], Contract]
 
     def __iter__(self) -> Iterator[Contract]:
         return map(self.convert, self.batches)
