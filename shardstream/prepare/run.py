@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import tempfile
 import warnings
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -198,11 +200,10 @@ class Run:
         most = self.settings.memory_num_bytes // _SHARE
         decoded = measured.decoded_num_bytes * self.manifest.num_samples
         num_buckets = max(1, -(-round(decoded) // len(ends) // most))
-        folder = self.settings.spill_dir
-        if folder is None:
-            folder = storage.local_path(self.journal.url("spill"))
-        if folder is None:
-            folder = os.path.join(tempfile.gettempdir(), f"shardstream-spill-{_short(self.journal.output)}")  # noqa: PTH118
+        # Named after what is asked for: spills of another shuffle, left by a killed run, must not be taken for these.
+        name = f"shardstream-spill-{_short(json.dumps([self.journal.output, self._asked(), ends.tolist()]))}"
+        base = self.settings.spill_dir or storage.local_path(self.journal.url()) or tempfile.gettempdir()
+        folder = str(Path(base, name))
         return Spills(folder, bucket_ends(ends, num_buckets), most)
 
     def _scatters(self, measured: Measured) -> list[tuple[int, int, int]]:

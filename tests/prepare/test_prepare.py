@@ -54,7 +54,7 @@ def test_a_shuffle_is_the_full_shuffle_of_its_seed(name, memory_num_bytes, lines
     if name == "parquet":
         assert read == [rows[k] for k in ids]
     assert origin_of(tmp_path / "out") == ids
-    assert not (tmp_path / "out" / ".shardstream" / "spill").exists()
+    assert not list((tmp_path / "out" / ".shardstream").glob("*spill*"))
 
 
 def test_another_seed_is_another_order_and_the_same_one_the_same_bytes(lines, write, tmp_path):
@@ -181,7 +181,7 @@ def test_output_in_a_store(lines, rows, write, tmp_path):
     done = write(lines, output, shuffle=True, spill_dir=str(tmp_path / "spill"))
     assert sorted(read_all(done.manifest), key=lambda row: row["id"]) == rows
     assert build_manifest(output, num_workers=0).urls == done.manifest.urls
-    assert not (tmp_path / "spill").exists()
+    assert not list((tmp_path / "spill").iterdir())
     fsspec.filesystem("memory").rm(done.manifest.url(2))
     again = write(lines, output, shuffle=True, spill_dir=str(tmp_path / "spill"))
     assert again.num_resumed == len(done.parts) - 1
@@ -258,12 +258,23 @@ def test_a_scattered_input_is_not_scattered_again(lines, write, tmp_path, monkey
     assert bytes_of(tmp_path / "parts") == bytes_of(tmp_path / "whole")
 
 
+def test_spills_of_another_shuffle_are_not_taken_for_these(lines, write, tmp_path, monkeypatch):
+    settings = {"shuffle": True, "spill_dir": str(tmp_path / "spill")}
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "add", lambda *_: (_ for _ in ()).throw(StopError))
+        with pytest.raises(StopError):
+            write(lines, tmp_path / "out", seed=1, **settings)
+    shutil.rmtree(tmp_path / "out")
+    done = write(lines, tmp_path / "out", seed=2, **settings)
+    assert [row["id"] for row in read_all(done.manifest)] == full_positions(np.arange(300), 300, 2, 0).tolist()
+
+
 def test_a_damaged_spill_is_an_error(lines, write, tmp_path, monkeypatch):
     real = run.do_all
 
     def damage_before_writing(job, act, tasks, *rest):
         if act.__name__ == "write_parts":
-            for path in (tmp_path / "out" / ".shardstream" / "spill").glob("*.data"):
+            for path in (tmp_path / "out" / ".shardstream").glob("*spill*/*.data"):
                 path.write_bytes(b"\0" * path.stat().st_size)
         real(job, act, tasks, *rest)
 
