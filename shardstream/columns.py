@@ -219,8 +219,11 @@ def _slice_values(name: str, column: Slices, bounds: Iterable[tuple[int, int]]) 
     memory = np.ascontiguousarray(column.values).data
     if column.kind == "bytes":
         return [bytes(memory[begin:end]) for begin, end in bounds]
+    errors = (
+        "surrogateescape" if name == "__key__" else "strict"
+    )  # a key is a file's name, and read as os.fsdecode does
     try:
-        return [str(memory[begin:end], "utf-8") for begin, end in bounds]
+        return [str(memory[begin:end], "utf-8", errors) for begin, end in bounds]
     except UnicodeDecodeError as error:
         hint = "store it as binary, or leave it out with columns="
         raise DecodeError(f"column {name!r} holds text that is not UTF-8", found=error.reason, hint=hint) from error
