@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 MEMORY_MB = 3072
-INPUT_S = 20
+INPUT_S = 60
 
 
 def main(name: str, seconds: float, seed: int, folder: Path) -> None:
