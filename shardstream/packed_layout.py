@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -189,26 +189,36 @@ def sequences(
         begins and T at the end; of each document's span ``span_sample_ids``, ``span_starts`` (its tokens before it)
         and ``span_lengths``, int64.
     """
-    spans = _Spans(num_rows, packing.sequence_length)
-    input_ids = np.empty((num_rows, packing.sequence_length), np.int64)
-    labels = np.empty((num_rows, packing.sequence_length), np.int64)
-    filled = 0
-    for index, (row, run_index, first, last) in enumerate(pieces):
-        run = runs[run_index]
-        if run.sequence_start is None:
-            begin, end = first, last
-        else:
-            begin, end = int(run.sequence_start[first]), int(run.sequence_start[last])
-        _copy(run, begin, end, input_ids[row], labels[row], filled, ignore_index)
-        spans.add(run, row, begin, min(end, begin + packing.sequence_length - filled), filled)
-        filled += end - begin
-        if index + 1 == len(pieces) or pieces[index + 1][0] != row:
-            input_ids[row, filled:] = packing.pad_id
-            labels[row, filled - 1 :] = ignore_index
-            spans.end_row(row, filled)
-            filled = 0
-    made = {"input_ids": Dense(input_ids), "labels": Dense(labels), **spans.columns(wanted)}
+    length = packing.sequence_length
+    row, run_of_piece, begin, end = _token_bounds(runs, pieces)
+    sizes = end - begin
+    is_first = np.diff(row, prepend=-1) != 0
+    before = np.cumsum(sizes) - sizes
+    place = before - np.repeat(before[is_first], np.diff(np.append(np.flatnonzero(is_first), len(row))))
+    input_ids = np.empty((num_rows, length), np.int64)
+    labels = np.empty((num_rows, length), np.int64)
+    each = (row, run_of_piece, begin, end, place)
+    for here, run_index, first, last, at in zip(*(array.tolist() for array in each), strict=True):
+        _copy(runs[run_index], first, last, input_ids[here], labels[here], at, ignore_index)
+    filled = np.bincount(row, weights=sizes, minlength=num_rows).astype(np.int64)
+    for here in np.flatnonzero(filled <= length).tolist():
+        input_ids[here, filled[here] :] = packing.pad_id
+        labels[here, filled[here] - 1 :] = ignore_index
+    made: dict[str, Dense | Slices] = {"input_ids": Dense(input_ids), "labels": Dense(labels)}
+    if not made.keys() >= set(wanted):
+        stretches = _Stretches(row, run_of_piece, begin, np.minimum(end, begin + length - place), place)
+        made |= _Spans.of(runs, stretches, np.minimum(filled, length), length).columns(wanted)
     return {name: made[name] for name in wanted}
+
+
+def _token_bounds(runs: Sequence[PackedRun], pieces: _Places) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
+    """Row and run of each piece, and which tokens of the run it has."""
+    row, run_of_piece, begin, end = np.array(pieces, np.int64).reshape(-1, 4).T.copy()
+    for index, run in enumerate(runs):
+        if run.sequence_start is not None:
+            mine = np.flatnonzero(run_of_piece == index)
+            begin[mine], end[mine] = run.sequence_start[begin[mine]], run.sequence_start[end[mine]]
+    return row, run_of_piece, begin, end
 
 
 def _copy(
@@ -221,48 +231,82 @@ def _copy(
     ignore_index: int,
 ) -> None:
     """Puts tokens into a sequence at a place: as inputs there, as labels one place before."""
-    length, tokens = len(input_ids), run.tokens[begin:end]
-    input_ids[place : place + len(tokens)] = tokens[: length - place]
+    length, tokens = len(input_ids), run.tokens
     skipped = int(place == 0)  # the sequence's first token is no target of it
-    target = slice(place - 1 + skipped, place - 1 + len(tokens))
-    labels[target] = tokens[skipped:]
+    input_ids[place : place + end - begin] = tokens[begin : min(end, begin + length - place)]
+    target = labels[place - 1 + skipped : place - 1 + end - begin]
+    target[:] = tokens[begin + skipped : end]
     if run.is_target is not None:
-        labels[target][~run.is_target[begin + skipped : end]] = ignore_index
+        target[~run.is_target[begin + skipped : end]] = ignore_index
 
 
+class _Stretches(NamedTuple):
+    """Tokens of runs that stand in rows as inputs: int64[n] each, row by row, in order."""
+
+    row: Int64Array
+    run: Int64Array
+    begin: Int64Array
+    end: Int64Array
+    place: Int64Array
+    """Where in its row it begins."""
+
+
+@dataclass(frozen=True, eq=False)
 class _Spans:
-    """Which documents lie where in sequences, collected piece by piece."""
+    """Which documents lie where in sequences; padding is a span of its own. Make one with ``_Spans.of``."""
 
-    def __init__(self, num_rows: int, length: int) -> None:
-        self._num_rows, self._length = num_rows, length
-        self._begins: list[Int64Array] = []  # in all the tokens of all rows, padding as a span of its own
-        self._ids: list[Int64Array] = []
-        self._offsets: list[Int64Array] = []
-        self._num_spans = np.zeros(num_rows, np.int64)
-        self._has_padding = np.zeros(num_rows, np.bool_)
+    _num_rows: int
+    _length: int
+    _ids: Int64Array
+    _offsets: Int64Array
+    _num_spans: Int64Array
+    _has_padding: BoolArray
+    _begin: Int64Array
+    """int64[num_spans + 1], in all the tokens of all rows, padding included; the last entry is their number."""
 
-    def add(self, run: PackedRun, row: int, begin: int, end: int, place: int) -> None:
-        """Adds the spans of the tokens ``begin`` .. ``end - 1`` of a run, which stand at a place of a row."""
-        if end <= begin:
-            return
-        first = int(run.part_start.searchsorted(begin, "right")) - 1
-        last = int(run.part_start.searchsorted(end, "left"))
-        begins = run.part_start[first:last] - begin
-        before = run.part_offset[first:last]
-        if begins[0] < 0:
-            before = before.copy()
-            before[0] -= begins[0]
-            begins[0] = 0
-        self._begins.append(begins + (row * self._length + place))
-        self._ids.append(run.sample_ids[first:last])
-        self._offsets.append(before)
-        self._num_spans[row] += last - first
+    @classmethod
+    def of(cls, runs: Sequence[PackedRun], stretches: _Stretches, filled: Int64Array, length: int) -> _Spans:
+        """Finds the documents of stretches.
 
-    def end_row(self, row: int, filled: int) -> None:
-        """Ends a row, the rest of which is padding."""
-        if filled < self._length:
-            self._begins.append(np.array([row * self._length + filled]))
-            self._has_padding[row] = True
+        Args:
+            runs: The runs.
+            stretches: What stands in the rows.
+            filled: int64[num_rows], tokens of each row; the rest is padding.
+            length: Of a row.
+        """
+        row, run_of_stretch, begin, end, place = _Stretches(
+            *(array[stretches.end > stretches.begin] for array in stretches)
+        )
+        num_rows = len(filled)
+        first, last = np.empty(len(row), np.int64), np.empty(len(row), np.int64)
+        used = np.unique(run_of_stretch).tolist()
+        of_run = {index: np.flatnonzero(run_of_stretch == index) for index in used}
+        for index, mine in of_run.items():
+            first[mine] = runs[index].part_start.searchsorted(begin[mine], "right") - 1
+            last[mine] = runs[index].part_start.searchsorted(end[mine], "left")
+        counts = last - first
+        behind = np.cumsum(counts)
+        stretch = np.repeat(np.arange(len(row)), counts)
+        part = np.arange(len(stretch)) - (behind - counts - first)[stretch]
+        starts, ids, offsets = (np.empty(len(stretch), np.int64) for _ in range(3))
+        for index, mine in of_run.items():
+            spans = np.repeat((behind - counts)[mine] - (np.cumsum(counts[mine]) - counts[mine]), counts[mine])
+            spans += np.arange(len(spans))
+            run, parts = runs[index], part[spans]
+            starts[spans], ids[spans], offsets[spans] = (
+                run.part_start[parts],
+                run.sample_ids[parts],
+                run.part_offset[parts],
+            )
+        starts -= begin[stretch]  # below 0 where the document began before
+        offsets -= np.minimum(starts, 0)
+        begins = np.maximum(starts, 0) + (row * length + place)[stretch]
+        has_padding = filled < length
+        padding = np.flatnonzero(has_padding) * length + filled[has_padding]
+        bounds = np.concatenate((begins, padding, np.array([num_rows * length])))
+        bounds.sort()
+        num_spans = np.bincount(row, weights=counts, minlength=num_rows).astype(np.int64)
+        return cls(num_rows, length, ids, offsets, num_spans, has_padding, bounds)
 
     def columns(self, wanted: Sequence[str]) -> dict[str, Dense | Slices]:
         """Returns those columns of ``wanted`` that say where documents are."""
@@ -270,16 +314,11 @@ class _Spans:
             "position_ids": self._position_ids,
             "document_ids": self._document_ids,
             "cu_seqlens": self._cu_seqlens,
-            "span_sample_ids": lambda: _lists(np.concatenate(self._ids), self._num_spans),
-            "span_starts": lambda: _lists(np.concatenate(self._offsets), self._num_spans),
+            "span_sample_ids": lambda: _lists(self._ids, self._num_spans),
+            "span_starts": lambda: _lists(self._offsets, self._num_spans),
             "span_lengths": lambda: _lists(self._sizes[~self._is_padding], self._num_spans),
         }
         return {name: makers[name]() for name in wanted if name in makers}
-
-    @cached_property
-    def _begin(self) -> Int64Array:
-        """int64[num_spans + 1], padding included; the last entry is the number of tokens."""
-        return np.concatenate([*self._begins, np.array([self._num_rows * self._length])])
 
     @cached_property
     def _sizes(self) -> Int64Array:
