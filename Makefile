@@ -1,4 +1,4 @@
-# make venv | test | quick | demo | fmt | coverage | fuzz | bench | bench-scale | bench-peers | pins |
+# make venv | test | quick | demo | reliability | fmt | coverage | fuzz | bench | bench-scale | bench-peers | pins |
 # verify-pins.
 # Every target sets up what it needs by itself.
 
@@ -14,7 +14,7 @@ PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check -qq
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: emulators venv test quick lint fmt coverage demo fuzz bench bench-scale bench-peers pins verify-pins clean
+.PHONY: emulators venv test quick lint fmt coverage demo reliability fuzz bench bench-scale bench-peers pins verify-pins clean
 
 venv: $(STAMP)
 
@@ -67,6 +67,10 @@ fuzz: $(STAMP)
 # A server that speaks Azure's protocol, for tests/test_stores.py, which goes without where it is missing. Needs npm.
 emulators:
 	npm install --no-audit --no-fund --prefix build/emulators azurite@3.37.0
+
+# Kills, cuts, failing stores, and a soak of hours; each alone: python -m tools.reliability --run chaos. Cuts need root.
+reliability: $(STAMP)
+	@python -m tools.reliability --run chaos --run chaos-fixed --run two-hosts --run faults --run fuzz --run soak
 
 # Half an hour and 6 GB; LARGE=--large adds the large blocks of the memory suite. Peers take part where they are installed.
 bench: $(STAMP)
