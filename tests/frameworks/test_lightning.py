@@ -113,7 +113,7 @@ def _mean_loss(manifest, found):
     return float(token_loss(model, batch)) / int(batch.valid_tokens["lm"].sum())
 
 
-def _alone(page_or_data, checkpoint, folder, **options):
+def _alone(data, checkpoint, folder, **options):
     """One run in this process that saves after each step; returns the windows it trained on as (epoch, position)."""
     import lightning.pytorch as lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -138,7 +138,7 @@ def _alone(page_or_data, checkpoint, folder, **options):
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     silent = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     trainer = lightning.Trainer(callbacks=[Traced(), saving], **silent, **options)
-    trainer.fit(Model(), datamodule=page_or_data, ckpt_path=checkpoint)
+    trainer.fit(Model(), datamodule=data, ckpt_path=checkpoint)
     return trained
 
 
@@ -149,6 +149,7 @@ def _data_of(manifest, base, **options):
         def train_loader(self):
             return StreamingLoader(StreamingDataset(manifest, **DATA | options))
 
+    Data.__qualname__ = "Data"  # Lightning's key in the checkpoint
     if not base:
         Data.train_dataloader = Data.train_loader
     return Data()
@@ -189,4 +190,4 @@ def test_a_stream_without_end_from_which_lightning_prefetches(tmp_path):
 def test_another_accumulation_is_refused(tmp_path):
     data = _data_of(labelled_manifest(tmp_path), (StreamingData,))
     with pytest.raises(PlanError, match=r"expected Trainer\(accumulate_grad_batches=4\)"):
-        _alone(data, None, tmp_path, max_steps=1)
+        _alone(data, None, tmp_path / "saved", max_steps=1)

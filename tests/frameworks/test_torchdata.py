@@ -41,7 +41,7 @@ def _train(rank, manifest, cursor, num_steps=None, saved=None):
 
     net = TokenModel()
     if saved is not None:
-        torch.nn.utils.vector_to_parameters(saved, net.parameters())
+        torch.nn.utils.vector_to_parameters(saved.clone(), net.parameters())
     page.train(net, manifest, accumulate_of(2), 2, cursor, after_step)
     return trained, cursors[-1], weights(net), _first_batches(page, manifest, cursor)
 

@@ -24,7 +24,9 @@ def _train(rank, manifest, num_steps, options):
 
     net = TokenModel()
     if "weights" in options:
-        torch.nn.utils.vector_to_parameters(options.pop("weights"), net.parameters())
+        torch.nn.utils.vector_to_parameters(
+            options.pop("weights").clone(), net.parameters()
+        )  # it came in shared memory
     page.train(net, manifest, 2, after_step=after_step, **options)
     whole = [getattr(each, "full_tensor", lambda each=each: each)().detach().flatten() for each in net.parameters()]
     return trained, cursors[-1], torch.cat(whole)
