@@ -129,7 +129,7 @@ def fetch(
                 raise _too_late(layout, started, reading.timeout_s) from None
             # The next gather takes its runs before this one gives back its own: what both need stays open.
             ahead.extend(_start(planned, runs, gathering) for planned in islice(waiting, 1))
-            runs.release(started.planned.keys)
+            runs.release(started.planned)
             stats.num_samples += gathered.num_rows
             stats.num_bytes += gathered.num_bytes
             yield Gathered(started.planned.batches, started.planned.sample_ids, gathered, faults)
@@ -232,6 +232,7 @@ class _OpenRuns:
         )
         self._check = check
         self._held: dict[RunKey, _Held] = {}
+        self._keeps_returning = reading.keeps_lane_ends
         self._shards: dict[tuple[int, int], Shard] = {}
         self.epoch = 0  # of the gather that runs are acquired for
 
@@ -252,12 +253,13 @@ class _OpenRuns:
                 raise
             return self.layout.undecodable(key, error)
 
-    def release(self, keys: Iterable[RunKey]) -> None:
-        """Gives runs back; those that nobody holds any more are dropped, their streams closed."""
-        for key in keys:
+    def release(self, planned: Planned) -> None:
+        """Gives a gather's runs back; those that nobody holds any more are dropped, their streams closed."""
+        kept = planned.returning if self._keeps_returning else frozenset()
+        for key in planned.keys:
             held = self._held[key]
             held.num_users -= 1
-            if held.num_users == 0:
+            if held.num_users == 0 and key not in kept:
                 del self._held[key]
                 if not held.is_continued:
                     held.opened.add_done_callback(_close_stream)

@@ -43,6 +43,8 @@ class Planned(NamedTuple):
     """In the order of first use."""
     make: Callable[[Sequence[Any]], Rows]
     """Makes the n rows of the runs of ``keys``, as the layout prepared them."""
+    returning: frozenset[RunKey] = frozenset()
+    """Of ``keys``, those that the same reader needs again at the end of the epoch."""
 
 
 class Layout(Protocol):
@@ -105,7 +107,8 @@ class RowsLayout:
             row_in_part=row_in_run,
             place_of_part=lambda part: {"url": manifest.url_of_block(keys[part].block), "block": keys[part].block},
         )
-        return Planned(batches, manifest.block_start[block] + row, keys, make)
+        returning = self._returning(batches, keys, key_of_row)
+        return Planned(batches, manifest.block_start[block] + row, keys, make, returning)
 
     def prepared(self, key: RunKey, rows: Rows) -> Rows:  # noqa: ARG002 - other layouts need it
         """Returns the rows themselves."""
@@ -114,6 +117,22 @@ class RowsLayout:
     def undecodable(self, key: RunKey, error: DecodeError) -> Rows:  # noqa: ARG002 - other layouts need it
         """Raises the error: nothing stands for rows."""
         raise error
+
+    def _returning(
+        self, batches: list[PlannedBatch], keys: Sequence[RunKey], key_of_row: Int64Array
+    ) -> frozenset[RunKey]:
+        """The runs in which a lane begins and the one before it ends, while the former is read, by a reader of both."""
+        plan, epoch = self.plan, batches[0].epoch
+        positions = np.concatenate([batch.positions + (batch.epoch - epoch) * plan.num_positions for batch in batches])
+        lane = positions % plan.num_positions % plan.lanes
+        is_read, lane_of_key = np.zeros(plan.lanes, np.bool_), np.empty(len(keys), np.int64)
+        is_read[lane], lane_of_key[key_of_row] = True, lane
+        shared = plan.order(epoch + int(positions[0]) // plan.num_positions).shared_blocks
+        return frozenset(
+            key
+            for key, of_key in zip(keys, lane_of_key.tolist(), strict=True)
+            if shared.get(key.block) == of_key and is_read[of_key - 1]
+        )
 
 
 def _by_first_use(codes: Int64Array) -> tuple[list[int], Int64Array]:

@@ -44,6 +44,7 @@ class MemoryNeed:
         runs_num_bytes: Their bytes; none of a plain local tar, whose runs are pages of the file.
         num_streams: Of these runs, those whose block is decoded little by little.
         streams_num_bytes: What their open streams hold.
+        kept_num_bytes: Runs kept from the beginning of an epoch to its end (``Reading.keeps_lane_ends``).
         gathers_num_bytes: Rows gathered and not yet trained on.
         ahead_num_bytes: Blocks of a remote store fetched and not yet decoded.
     """
@@ -52,13 +53,15 @@ class MemoryNeed:
     runs_num_bytes: int
     num_streams: int
     streams_num_bytes: int
+    kept_num_bytes: int
     gathers_num_bytes: int
     ahead_num_bytes: int
 
     @property
     def num_bytes(self) -> int:
         """All of it."""
-        return self.runs_num_bytes + self.streams_num_bytes + self.gathers_num_bytes + self.ahead_num_bytes
+        decoded = self.runs_num_bytes + self.streams_num_bytes + self.kept_num_bytes
+        return decoded + self.gathers_num_bytes + self.ahead_num_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures as JSON values."""
@@ -68,6 +71,8 @@ class MemoryNeed:
         parts = [f"{self.num_open_runs:,} open runs {_mib(self.runs_num_bytes)}"]
         if self.num_streams:
             parts.append(f"{self.num_streams:,} streams {_mib(self.streams_num_bytes)}")
+        if self.kept_num_bytes:
+            parts.append(f"kept for lane ends {_mib(self.kept_num_bytes)}")
         parts.append(f"gathers {_mib(self.gathers_num_bytes)}")
         if self.ahead_num_bytes:
             parts.append(f"fetched ahead {_mib(self.ahead_num_bytes)}")
@@ -89,7 +94,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         True
         >>> sized = replace(manifest, root="/data", block_num_bytes=np.full(1000, 1_000_000))
         >>> print(memory_need(Plan.make(sized, batch_size=32)))
-        204 MiB (43 open runs 165 MiB, gathers 40 MiB)
+        322 MiB (43 open runs 165 MiB, kept for lane ends 119 MiB, gathers 40 MiB)
     """
     reading = reading or Reading()
     if not all(np.any(manifest.block_num_bytes) for manifest in manifests_of(plan)):
@@ -98,9 +103,12 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
     size = plan.batch_size * most_batches(plan, row_num_bytes, reading.gather_rows, num_workers)
     rows_held = size * (reading.look_ahead + 2)  # those ahead, the one being made, and the one being consumed
     num_runs, runs_num_bytes, num_streams, streams_num_bytes, decoded_num_bytes = 0, 0, 0, 0, 0.0
+    kept_num_bytes = 0
     for source in plan.plans if isinstance(plan, MixturePlan) else (plan,):
         runs = _runs_of(source.manifest)
         num_open = _open_runs(source, runs, rows_held, num_workers)
+        if reading.keeps_lane_ends and num_workers == 1:
+            kept_num_bytes += int(_returning_runs(source) * runs.num_bytes)
         streamed = ceil(num_open * runs.share_streamed)
         stream = STREAM_NUM_BYTES + REMOTE_STREAM_NUM_BYTES * is_remote(source.manifest)
         decoded_num_bytes = max(decoded_num_bytes, runs.row_num_bytes if source.packed is None else row_num_bytes)
@@ -113,6 +121,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         runs_num_bytes=runs_num_bytes,
         num_streams=num_streams,
         streams_num_bytes=streams_num_bytes,
+        kept_num_bytes=kept_num_bytes,
         gathers_num_bytes=int(rows_held * decoded_num_bytes),
         ahead_num_bytes=reading.ahead_num_bytes if remote else 0,
     )
@@ -130,6 +139,8 @@ def fitted(plan: AnyPlan, reading: Reading, num_workers: int = 1) -> Reading:
         PlanError: If nothing fits; it says which plans would.
     """
     most = reading.memory_num_bytes or default_memory_num_bytes(num_workers)
+    if num_workers > 1:  # each of them would keep nearly all of the rank's
+        reading = replace(reading, keeps_lane_ends=False)
     need = None
     for smaller in _smaller(reading, plan.batch_size):
         need = memory_need(plan, smaller, num_workers)
@@ -240,8 +251,17 @@ def _open_runs(plan: Plan, runs: _Runs, rows_held: int, num_workers: int) -> int
     return min(min(of_rank, plan.lanes) + entered, runs.num_all)
 
 
+def _returning_runs(plan: Plan) -> int:
+    """Runs that stay for the end of the epoch: those that two of a reader's lanes share."""
+    if isinstance(plan.shuffle, str) or plan.packed is not None or (plan.shuffle and plan.manifest.has_long_blocks):
+        return 0
+    return -(-plan.lanes // plan.world_size) - 1
+
+
 def _smaller(reading: Reading, batch_size: int) -> Iterator[Reading]:
     """What is asked for, then less and less."""
+    yield reading
+    reading = replace(reading, keeps_lane_ends=False)
     yield reading
     reading = replace(reading, ahead_num_bytes=min(reading.ahead_num_bytes, _LEAST_AHEAD_NUM_BYTES))
     yield reading

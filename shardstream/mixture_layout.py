@@ -112,7 +112,8 @@ class MixtureLayout:
             ids[rows] = own.sample_ids
             parts.append(_Part(source, rows, own))
         keys = [key._replace(source=part.source) for part in parts for key in part.planned.keys]
-        return Planned(batches, ids, keys, partial(self._made, parts=parts))
+        returning = frozenset(key._replace(source=part.source) for part in parts for key in part.planned.returning)
+        return Planned(batches, ids, keys, partial(self._made, parts=parts), returning)
 
     def prepared(self, key: RunKey, rows: Rows) -> Any:
         """Returns what the source's layout holds of a run."""

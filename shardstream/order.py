@@ -257,6 +257,24 @@ class EpochOrder:
         np.cumsum(self.manifest.block_rows[self.line_blocks], out=start[1:])
         return start
 
+    @cached_property
+    def shared_blocks(self) -> dict[int, int]:
+        """Blocks that two lanes share: the block → the lane that begins in it; the one before it ends there.
+
+        The lanes need it at the two ends of the epoch. Only where nothing turns the lanes, and without those blocks
+        that more than two share.
+        """
+        lanes = self.lane_cut
+        if lanes.lanes == 1 or lanes.phases is not None:
+            return {}
+        sizes = lane_sizes(lanes.num_positions, lanes.lanes)
+        lane = np.flatnonzero(sizes)[1:]
+        block, offset = self._line_rows((np.cumsum(sizes) - sizes)[lane])
+        block, lane = block[offset > 0], lane[offset > 0]
+        around = np.concatenate(([-1], block, [-1]))
+        is_alone = (block != around[:-2]) & (block != around[2:])
+        return dict(zip(block[is_alone].tolist(), lane[is_alone].tolist(), strict=True))
+
     def _checked(self, positions: Positions) -> Int64Array:
         places: Int64Array = np.asarray(positions, np.int64)
         if places.size and not (places.min() >= 0 and places.max() < self.num_positions):

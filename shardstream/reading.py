@@ -34,6 +34,9 @@ class Reading:
         ahead_num_bytes: Bytes of blocks that are asked of a remote store before they are needed.
         memory_num_bytes: What a process that reads may hold for it; None for half of what the machine has for each of
             its ranks. Look-ahead and gathers shrink to fit; what cannot fit is refused before anything is read.
+        keeps_lane_ends: Whether a block that two lanes share stays decoded from the beginning of the epoch, where one
+            lane needs it, to the end, where the other does; else it is read twice. Worker processes never keep any, and
+            it is the first thing that is given up to fit ``memory_num_bytes``.
         cache_dir: Folder in which ranges of remote shards are kept for all ranks of a host; None for no cache.
         cache_num_bytes: Size at which what was not used for the longest time is deleted from it.
         cache_local: Whether shards with local paths are kept there, too: for those on a network's file system.
@@ -52,6 +55,7 @@ class Reading:
     num_range_threads: int | None = None
     ahead_num_bytes: int = 128 << 20
     memory_num_bytes: int | None = None
+    keeps_lane_ends: bool = True
     cache_dir: str | os.PathLike[str] | None = None
     cache_num_bytes: int = 64 << 30
     cache_local: bool = False

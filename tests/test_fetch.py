@@ -162,6 +162,40 @@ def test_a_block_is_opened_once_by_each_lane_that_ends_in_it(tmp_path, run_rows,
         assert stats.num_samples == 400
 
 
+@pytest.mark.parametrize(("world_size", "lanes"), [(1, 8), (2, 8), (1, 16), (3, 12), (1, 24)])
+@pytest.mark.parametrize("tail", ["pad", "continue"])
+def test_a_block_that_two_lanes_of_a_reader_share_is_opened_once(tmp_path, world_size, lanes, tail):
+    manifest = parquet_manifest(tmp_path, [240, 167], 20)  # no lane ends with a block
+    plan = Plan.make(manifest, batch_size=24 // world_size, world_size=world_size, lanes=lanes, tail=tail)
+    opened = {}
+    for keeps in (True, False):
+        stats, reading = ReadStats(), Reading(keeps_lane_ends=keeps, gather_rows=48)
+        for rank in range(world_size):
+            for _ in fetched(plan, rank, stats=stats, reading=reading, most=2 * 407 // 24):
+                pass
+        opened[keeps] = stats.num_blocks_opened
+    num_epochs = 1 + (tail == "continue")
+    assert opened[False] - opened[True] > num_epochs * (lanes - world_size) - 4
+    if tail == "pad":
+        assert opened[True] <= manifest.num_blocks + world_size - 1
+
+
+def test_what_was_kept_is_let_go_at_the_end_of_the_epoch(tmp_path):
+    plan = Plan.make(parquet_manifest(tmp_path, [240, 167], 20), batch_size=24, lanes=8, tail="continue")
+    held = []
+
+    class Watched(RowsLayout):
+        def prepared(self, key, rows):
+            held.append(weakref.ref(rows))
+            return super().prepared(key, rows)
+
+    planned, reading = islice(plan.micro_batches(0, plan.cursor()), 100), Reading(gather_rows=24, look_ahead=1)
+    batches = one_by_one(fetch(plan, planned, layout=Watched(plan), reading=reading))
+    most = max(sum(ref() is not None for ref in held) for _ in batches)
+    assert len(held) > 100
+    assert most <= 8 * 2 + 8 + 8, "of the lanes, and those that gathers ahead have entered; and what lanes share"
+
+
 def test_settings_that_could_not_work_are_refused():
     for wrong in ({"look_ahead": 0}, {"num_threads": 0}, {"gather_rows": -1}, {"timeout_s": 0}):
         with pytest.raises(PlanError, match=next(iter(wrong))):

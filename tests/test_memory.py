@@ -56,10 +56,22 @@ HUGE = manifest_of(1, 1_000_000, 1 << 30, run_rows=2000)
     ],
 )  # fmt: skip
 def test_what_a_plan_needs(manifest, options, runs, streams, mib):
-    need = need_of(manifest, **options)
+    need = need_of(manifest, Reading(keeps_lane_ends=False), **options)
     assert abs(need.num_open_runs - runs) <= 1
     assert abs(need.num_streams - streams) <= 1
     assert mib[0] * MIB <= need.num_bytes <= mib[1] * MIB, need
+
+
+@pytest.mark.parametrize(
+    ("options", "num_workers", "kept"),
+    [({"lanes": 32}, 1, 31), ({"lanes": 32, "world_size": 8}, 1, 3), ({"lanes": 1}, 1, 0), ({"lanes": 32}, 2, 0)],
+)
+def test_what_lanes_share_is_kept_by_one_reader_and_given_up_first(options, num_workers, kept):
+    need = need_of(SMALL, num_workers=num_workers, **options)
+    assert need.kept_num_bytes == kept * 4 * MIB
+    plan = Plan.make(SMALL, batch_size=32, **options)
+    tight = Reading(memory_num_bytes=need.num_bytes - kept * 4 * MIB)
+    assert fitted(plan, tight, num_workers) == replace(tight, keeps_lane_ends=not kept and num_workers == 1)
 
 
 def test_mapped_tars_take_nothing_until_they_are_remote():
@@ -201,9 +213,9 @@ print(memory_need(plan).num_bytes, most - before)
 
 
 def test_needs_are_shown_and_told_in_json():
-    need = MemoryNeed(3, 5 * MIB, 1, 13 * MIB, MIB, 0)
-    assert str(need) == "19 MiB (3 open runs 5 MiB, 1 streams 13 MiB, gathers 1 MiB)"
-    assert need.to_dict()["num_bytes"] == 19 * MIB
+    need = MemoryNeed(3, 5 * MIB, 1, 13 * MIB, 2 * MIB, MIB, 0)
+    assert str(need) == "21 MiB (3 open runs 5 MiB, 1 streams 13 MiB, kept for lane ends 2 MiB, gathers 1 MiB)"
+    assert need.to_dict()["num_bytes"] == 21 * MIB
 
 
 @pytest.mark.parametrize(("row_num_bytes", "most_rows", "batches"), [(100, 2048, 64), (100, 64, 2), (1 << 20, 2048, 1)])
