@@ -165,19 +165,19 @@ def test_a_block_is_opened_once_by_each_lane_that_ends_in_it(tmp_path, run_rows,
 @pytest.mark.parametrize(("world_size", "lanes"), [(1, 8), (2, 8), (1, 16), (3, 12), (1, 24)])
 @pytest.mark.parametrize("tail", ["pad", "continue"])
 def test_a_block_that_two_lanes_of_a_reader_share_is_opened_once(tmp_path, world_size, lanes, tail):
-    manifest = parquet_manifest(tmp_path, [240, 167], 20)  # no lane ends with a block
+    manifest = parquet_manifest(tmp_path, [740, 467], 20)
     plan = Plan.make(manifest, batch_size=24 // world_size, world_size=world_size, lanes=lanes, tail=tail)
     opened = {}
     for keeps in (True, False):
-        stats, reading = ReadStats(), Reading(keeps_lane_ends=keeps, gather_rows=48)
+        stats, reading = ReadStats(), Reading(keeps_lane_ends=keeps, gather_rows=24, look_ahead=1)
         for rank in range(world_size):
-            for _ in fetched(plan, rank, stats=stats, reading=reading, most=2 * 407 // 24):
+            for _ in fetched(plan, rank, stats=stats, reading=reading, most=2 * 1207 // 24):
                 pass
         opened[keeps] = stats.num_blocks_opened
     num_epochs = 1 + (tail == "continue")
-    assert opened[False] - opened[True] > num_epochs * (lanes - world_size) - 4
-    if tail == "pad":
-        assert opened[True] <= manifest.num_blocks + world_size - 1
+    assert opened[False] - opened[True] >= num_epochs * (lanes - world_size) // 2, "few lanes end with a block"
+    if (world_size, tail) == (1, "pad"):
+        assert opened[True] == manifest.num_blocks
 
 
 def test_what_was_kept_is_let_go_at_the_end_of_the_epoch(tmp_path):
