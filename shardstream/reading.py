@@ -48,7 +48,7 @@ class Reading:
     """
 
     num_threads: int | None = None
-    look_ahead: int = 3
+    look_ahead: int = 6
     gather_rows: int = 2048
     storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     timeout_s: float = 1800.0

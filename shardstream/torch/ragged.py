@@ -61,7 +61,11 @@ class Ragged:
     @property
     def lengths(self) -> Tensor:
         """``int64[b]``: the number of values of each row; 0 for null rows."""
-        return self.offsets[1:] - self.offsets[:-1]
+        if self.offsets.device.type != "cpu":
+            return self.offsets[1:] - self.offsets[:-1]
+        # In numpy: every operation of torch lets threads that read take the interpreter's lock, and waits for it.
+        offsets = self.offsets.numpy()
+        return torch.from_numpy(offsets[1:] - offsets[:-1])
 
     def padded(self, value: float = 0, length: int | None = None, side: str = "right") -> Tensor:
         """Returns the rows as one tensor.
