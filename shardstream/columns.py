@@ -161,8 +161,8 @@ def _gather_lists(columns: Sequence[Slices], places: _Places, picks: _Places, nu
         part[place], starts[place], lengths[place] = index, column.starts[pick], column.lengths[pick]
     sources = _of_one_dtype([column.values for column in columns])
     triples = zip(part.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
-    # Not np.concatenate: for every row of more than 500 numbers it lets go of the interpreter's lock and takes it back,
-    # waiting for threads that use it meanwhile: with one of them it takes 30 to 200 times as long. This one lets go once.
+    # Not np.concatenate: for each row of over 500 numbers it lets go of the interpreter's lock and takes it back,
+    # waiting for the threads that use it meanwhile: with one of them for 30 to 200 times as long. This lets go once.
     joined = bytearray().join([sources[k][begin:end] for k, begin, end in triples])
     values = np.frombuffer(joined, sources[0].dtype)
     starts = np.cumsum(lengths) - lengths

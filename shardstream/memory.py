@@ -94,7 +94,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         True
         >>> sized = replace(manifest, root="/data", block_num_bytes=np.full(1000, 1_000_000))
         >>> print(memory_need(Plan.make(sized, batch_size=32)))
-        322 MiB (43 open runs 165 MiB, kept for lane ends 119 MiB, gathers 40 MiB)
+        368 MiB (49 open runs 187 MiB, kept for lane ends 119 MiB, gathers 63 MiB)
     """
     reading = reading or Reading()
     if not all(np.any(manifest.block_num_bytes) for manifest in manifests_of(plan)):

@@ -56,7 +56,7 @@ HUGE = manifest_of(1, 1_000_000, 1 << 30, run_rows=2000)
     ],
 )  # fmt: skip
 def test_what_a_plan_needs(manifest, options, runs, streams, mib):
-    need = need_of(manifest, Reading(keeps_lane_ends=False), **options)
+    need = need_of(manifest, Reading(keeps_lane_ends=False, look_ahead=3), **options)
     assert abs(need.num_open_runs - runs) <= 1
     assert abs(need.num_streams - streams) <= 1
     assert mib[0] * MIB <= need.num_bytes <= mib[1] * MIB, need

@@ -84,7 +84,9 @@ def test_masked_samples_are_named_and_not_taken_for_trained(manifest, tmp_path, 
     epoch = report.consumed.epochs[0]
     assert (epoch.num_samples, epoch.num_masked, epoch.num_missing) == (NUM_SAMPLES - 3, 3, 0)
     assert [name.partition(" ")[0] for name in epoch.masked] == ["4", "9", "21"]
-    assert any(note.startswith("epoch 0: 3 masked, that is dealt and not trained on: 4 (") for note in report.consumed.notes)
+    assert any(
+        note.startswith("epoch 0: 3 masked, that is dealt and not trained on: 4 (") for note in report.consumed.notes
+    )
 
 
 def test_numbers(manifest, tmp_path):
