@@ -92,6 +92,27 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     return plain_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
 
 
+def without_list_views(array: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Returns list views as large lists, other arrays as they are: pyarrow's own cast can lack the last offset.
+
+    Example:
+        >>> without_list_views(pa.array([[1, 2], None, [], [3]], pa.list_view(pa.int32()))).to_pylist()
+        [[1, 2], None, [], [3]]
+    """
+    if not (pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type)):
+        return array
+    if isinstance(array, pa.ChunkedArray):
+        chunks = [without_list_views(chunk) for chunk in array.chunks]
+        return pa.chunked_array(chunks, pa.large_list(array.type.value_field))
+    nulls = _nulls(array)
+    sizes = _numbers(array.sizes).astype(np.int64)
+    if nulls is not None:
+        sizes[nulls] = 0
+    offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
+    kind, mask = pa.large_list(array.type.value_field), None if nulls is None else pa.array(nulls)
+    return pa.LargeListArray.from_arrays(offsets, array.flatten(), type=kind, mask=mask)
+
+
 # ---------------------------------------------------------------------------------------------------- views
 
 

@@ -14,7 +14,7 @@ from shardstream import storage
 from shardstream.columns import Rows
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
-from shardstream.formats._arrow import column_of, is_number, is_number_list, plain_type, rows_of
+from shardstream.formats._arrow import column_of, is_number, is_number_list, plain_type, rows_of, without_list_views
 from shardstream.formats._counts import RunLengths, num_valid_targets, run_lengths, token_counts
 from shardstream.formats._footer import (
     check_row_counts,
@@ -254,7 +254,7 @@ def _cast(
     for name, array in zip(names, table.columns, strict=True):
         kind = schema.field(name).type if schema is not None and name in schema.names else plain_type(array.type)
         try:
-            arrays.append(array if array.type == kind else array.cast(kind))
+            arrays.append(array if array.type == kind else without_list_views(array).cast(kind))
         except pa.ArrowException as error:
             what = f"column {name!r} does not fit the manifest's type"
             raise DecodeError(what, url=url, block=block, expected=kind, found=f"{array.type} ({error})") from error

@@ -19,6 +19,7 @@ LISTS = {
     "list<uint16>": pa.list_(pa.uint16()),
     "large_list<int64>": pa.large_list(pa.int64()),
     "list<uint32>": pa.list_(pa.uint32()),
+    **({"list_view<int32>": pa.list_view(pa.int32())} if hasattr(pa, "list_view") else {}),
 }
 
 
