@@ -16,6 +16,7 @@ import numpy as np
 from shardstream.columns import Rows, gather
 from shardstream.errors import DecodeError
 from shardstream.manifest import Manifest
+from shardstream.order import EpochOrder
 from shardstream.permutation import Int64Array
 from shardstream.plan import Plan, PlannedBatch
 
@@ -127,7 +128,8 @@ class RowsLayout:
         lane = positions % plan.num_positions % plan.lanes
         is_read, lane_of_key = np.zeros(plan.lanes, np.bool_), np.empty(len(keys), np.int64)
         is_read[lane], lane_of_key[key_of_row] = True, lane
-        shared = plan.order(epoch + int(positions[0]) // plan.num_positions).shared_blocks
+        order = plan.order(epoch + int(positions[0]) // plan.num_positions)
+        shared = order.shared_blocks if isinstance(order, EpochOrder) else {}
         return frozenset(
             key
             for key, of_key in zip(keys, lane_of_key.tolist(), strict=True)
