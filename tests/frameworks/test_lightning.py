@@ -110,7 +110,7 @@ def _mean_loss(manifest, found):
     model = TokenModel()
     torch.nn.utils.vector_to_parameters(found, model.parameters())
     [batch] = StreamingDataset(manifest, **DATA | {"batch_size": NUM_SAMPLES, "global_batch": NUM_SAMPLES})
-    return float(token_loss(model, batch)) / int(batch.valid_tokens["lm"].sum())
+    return float(token_loss(model, batch).detach()) / int(batch.valid_tokens["lm"].sum())
 
 
 def _alone(data, checkpoint, folder, **options):
