@@ -70,6 +70,7 @@ def test_files_beside_a_described_data_set_are_no_shards(copied):
         shutil.copy(folder / "shard.00000.mds", folder / name)
     assert len(expand_shards(folder)) == 3
     assert len(expand_shards(folder.parent)) == 3
+    assert len(expand_shards(f"{folder.parent}/**")) == 3
 
 
 def test_raw_shards_are_taken_where_both_are_there(copied):

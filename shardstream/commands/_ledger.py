@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from shardstream.audit import MixtureLogsReport
     from shardstream.audit.consumption import ConsumedReport
-    from shardstream.audit.ledger import LedgerReport, StepEvents
+    from shardstream.audit.ledger import LedgerReport, MixtureLedgerReport, StepEvents
     from shardstream.manifest import Manifest
     from shardstream.mixing import Mixture
 
@@ -47,7 +47,7 @@ def _print_step(console: Console, step: StepEvents) -> None:
     console.print(table(title, ["ms", "rank", "event", "samples"], rows))
 
 
-def _print_ledger(console: Console, report: LedgerReport) -> None:
+def _print_ledger(console: Console, report: LedgerReport | MixtureLedgerReport) -> None:
     print_counts(console, report.consumed)
     for note in report.notes:
         console.print(f"Note: {note}", markup=False, soft_wrap=True)

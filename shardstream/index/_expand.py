@@ -128,7 +128,8 @@ class _Finder:
             return [name]  # a list of 10,000 URLs costs no requests here: indexing will see whether they are there
         there = self._at(name)
         if there is None and is_pattern:
-            there = self._shards(storage.list_matches(name, self.storage_options))
+            matches = storage.list_matches(name, self.storage_options)
+            there = self._shards({file for match in matches for file in _files_at(match)})
         if not there:
             self.missing.append(name)
         return there or []
@@ -152,7 +153,7 @@ class _Finder:
         return found.urls
 
     def _shards(self, names: Iterable[str]) -> list[str]:
-        """Of listed names those that are shards, sorted; of matching local folders what is below them."""
+        """Of listed names those that are shards, sorted."""
         listed = sorted(map(storage.absolute, names))
         shards: list[str] = []
         told: list[str] = []
@@ -165,11 +166,16 @@ class _Finder:
         for name in listed:
             if any(name.startswith(folder) for folder in told):
                 continue
-            if storage.local_path(name) is not None and storage.kind_of(name) == "directory":
-                shards += self._shards(storage.list_files(name))
-            elif is_shard_name(name) and not name.endswith(_MANIFEST_NAMES) and name not in self.leave_out:
+            if is_shard_name(name) and not name.endswith(_MANIFEST_NAMES) and name not in self.leave_out:
                 shards.append(name)
         return shards
+
+
+def _files_at(match: str) -> list[str]:
+    """What a match of a pattern stands for: of a local folder, all below it; ``**`` matches both it and them."""
+    match = storage.absolute(match)
+    is_folder = storage.local_path(match) is not None and storage.kind_of(match) == "directory"
+    return [storage.absolute(file) for file in storage.list_files(match)] if is_folder else [match]
 
 
 def _split(entry: str) -> list[str]:

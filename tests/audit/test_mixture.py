@@ -180,15 +180,17 @@ def test_the_command_proves_sources_that_are_packed_and_not(mixture_file, tmp_pa
     settings = yaml.safe_load(mixture_file.read_text())
     settings["sources"]["chat"] = {"manifest": chat.path, "weight": 1, "packing": {"mode": "unpacked"}}
     mixture_file.write_text(yaml.safe_dump(settings))
-    result = run(mixture_file, "--sequence-length", 8, "--eos-id", 0, "--world-size", 2, "--batch-size", 4, "--json")
+    allowed = ["--allow-url", f"{tmp_path}/*"]  # its shards are named by full paths
+    plan = ["--sequence-length", 8, "--eos-id", 0, "--world-size", 2, "--batch-size", 4]
+    result = run(mixture_file, *plan, "--json", *allowed)
     assert result.exit_code == 0, result.output
     report = json.loads(result.output)
     assert {source["name"]: source["num_samples"] for source in report["sources"]}["chat"] == 3 * 11
     assert any(proof.startswith("source chat:") and "all tokens" in proof for proof in report["proofs"])
-    assert run(mixture_file).exit_code == 2  # a source says how it is packed
+    assert run(mixture_file, *allowed).exit_code == 2  # a source says how it is packed
     settings["sources"]["chat"]["packing"] = {"sequence_length": 9}
     mixture_file.write_text(yaml.safe_dump(settings))
-    refused = run(mixture_file, "--sequence-length", 8)
+    refused = run(mixture_file, "--sequence-length", 8, *allowed)
     assert (refused.exit_code, "that of all sources" in refused.output) == (1, True), refused.output
 
 
