@@ -34,36 +34,30 @@ if TYPE_CHECKING:
     from shardstream.torch import Batch, Ragged, StreamingDataset, StreamingLoader, Topology
 else:
     # In the else branch, so that type checkers see the names above only and find typos.
-    _MODULES = {
-        "Batch": "shardstream.torch",
-        "BatchPlan": "shardstream.batching",
-        "Cursor": "shardstream.cursor",
-        "EpochOrder": "shardstream.order",
-        "Manifest": "shardstream.manifest",
-        "MaskedSample": "shardstream.quarantine",
-        "Mixture": "shardstream.mixing",
-        "Packing": "shardstream.packing",
-        "Ragged": "shardstream.torch",
-        "Reading": "shardstream.reading",
-        "StreamingDataset": "shardstream.torch",
-        "StreamingLoader": "shardstream.torch",
-        "Topology": "shardstream.torch",
-        "build_manifest": "shardstream.index",
-        "plan_batch": "shardstream.batching",
-        "read_quarantine": "shardstream.quarantine",
-        "replan": "shardstream.batching",
-    }
+    from shardstream._lazy import attributes
 
-    def __getattr__(name: str) -> object:
-        if name not in _MODULES:
-            raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
-        from importlib import import_module
-
-        value = globals()[name] = getattr(import_module(_MODULES[name]), name)
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULES})
+    __getattr__, __dir__ = attributes(
+        __name__,
+        {
+            "Batch": "shardstream.torch",
+            "BatchPlan": "shardstream.batching",
+            "Cursor": "shardstream.cursor",
+            "EpochOrder": "shardstream.order",
+            "Manifest": "shardstream.manifest",
+            "MaskedSample": "shardstream.quarantine",
+            "Mixture": "shardstream.mixing",
+            "Packing": "shardstream.packing",
+            "Ragged": "shardstream.torch",
+            "Reading": "shardstream.reading",
+            "StreamingDataset": "shardstream.torch",
+            "StreamingLoader": "shardstream.torch",
+            "Topology": "shardstream.torch",
+            "build_manifest": "shardstream.index",
+            "plan_batch": "shardstream.batching",
+            "read_quarantine": "shardstream.quarantine",
+            "replan": "shardstream.batching",
+        },
+    )
 
 
 __all__ = [

@@ -163,7 +163,8 @@ def _gather_lists(columns: Sequence[Slices], places: _Places, picks: _Places, nu
     triples = zip(part.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
     # Not np.concatenate: for each row of over 500 numbers it lets go of the interpreter's lock and takes it back,
     # waiting for the threads that use it meanwhile: with one of them for 30 to 200 times as long. This lets go once.
-    joined = bytearray().join([sources[k][begin:end] for k, begin, end in triples])
+    memory = [source.data for source in sources]
+    joined = bytearray().join([memory[k][begin:end] for k, begin, end in triples])
     values = np.frombuffer(joined, sources[0].dtype)
     starts = np.cumsum(lengths) - lengths
     return Slices(values, starts, lengths, "list", _gather_nulls(columns, places, picks, num_rows))

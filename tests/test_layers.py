@@ -19,8 +19,8 @@ BELOW = {
     "testing": "index",
     "torch": "audit index fetch quarantine",
     "audit": "memory consumed rounds plan formats manifest_file mixture_plan",
-    "verify": "index permutation checksums",
     "prepare": "index formats manifest_file permutation processes",
+    "verify": "index permutation checksums",
     "index": "processes formats manifest_file checksums",
     "fetch": "block_check faults ahead memory reading mixture_layout formats manifest_file",
     "faults": "layout",
@@ -62,8 +62,9 @@ BELOW = {
     "columns": "",
     "errors": "",
     "_version": "",
+    "_lazy": "",
 }
-EVERYWHERE = frozenset({"errors", "columns", "_version"})
+EVERYWHERE = frozenset({"errors", "columns", "_version", "_lazy"})
 # Imports that go up, inside functions only.
 LAZY_UPWARDS = {
     ("mixing", "mixture_file"): "Mixture.load is the front door; what a file may hold is behind it",

@@ -6,12 +6,13 @@ import glob
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, cast
-
-import fsspec
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from shardstream.storage._locations import local_path
 from shardstream.storage._systems import Options, file_system, naming, retried
+
+if TYPE_CHECKING:
+    import fsspec
 
 
 def kind_of(url: str, storage_options: Options | None = None) -> Literal["file", "directory"] | None:

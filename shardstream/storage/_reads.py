@@ -12,10 +12,7 @@ from http import HTTPStatus
 from pathlib import Path
 from stat import S_ISDIR
 from threading import Event
-from typing import Any, BinaryIO, cast
-
-import fsspec
-from fsspec.asyn import sync
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from shardstream.errors import ReadError
 from shardstream.storage._locations import local_path
@@ -29,6 +26,9 @@ from shardstream.storage._systems import (
     retried,
     status_of,
 )
+
+if TYPE_CHECKING:
+    import fsspec
 
 STREAM_NUM_BYTES = 8 << 20  # one request of a file that is read front to back
 
@@ -118,6 +118,8 @@ def read_versioned(
         kinds = {kind.__name__ for kind in type(fs).__mro__}  # by name: their packages need not be installed
         known = next((ask for kind, ask in _VERSIONED.items() if kind in kinds), None)
         if known is not None:
+            from fsspec.asyn import sync
+
             return cast("tuple[bytes, str | None]", sync(fs.loop, known, fs, inner, start, end, **limits))
         data = fs.cat_file(inner, start=start, end=end, **limits)
         if len(data) < end - start:  # a body that broke off looks like this, so it is asked for again

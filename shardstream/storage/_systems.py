@@ -9,14 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import fsspec
-import fsspec.exceptions
-from fsspec.core import split_protocol, url_to_fs
-
 from shardstream.errors import ReadError, ShardStreamError, shown_url
 from shardstream.storage._locations import is_chain
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # fsspec takes 80 ms to import, which local files need not wait for
+    import fsspec
     from tenacity import RetryCallState
 
 T = TypeVar("T")
@@ -63,6 +60,9 @@ def file_system(url: str, storage_options: Options | None = None) -> tuple[fsspe
     Raises:
         ReadError: If there is no such protocol, or its package is not installed.
     """
+    import fsspec
+    from fsspec.core import split_protocol, url_to_fs
+
     options = {key: value for key, value in (storage_options or {}).items() if key != "retry_timeout_s"}
     try:
         if is_chain(url):
@@ -133,6 +133,7 @@ def retried(
         attempt_share: The part of the deadline that one attempt may take: less than 1 where it is one request.
         given_up: Set by whoever does not want it any more: then the attempt under way is the last one.
     """
+    from fsspec.exceptions import FSTimeoutError
     from tenacity import Retrying, retry_if_exception, sleep_using_event, stop_before_delay
 
     timeout_s = float((storage_options or {}).get("retry_timeout_s", RETRY_TIMEOUT_S))
@@ -146,7 +147,7 @@ def retried(
         limit_s = max(_LEAST_ATTEMPT_S, left_s)
         try:
             return act(fs, inner, {"timeout": limit_s} if getattr(fs, "async_impl", False) else {})
-        except fsspec.exceptions.FSTimeoutError as error:  # which says nothing
+        except FSTimeoutError as error:  # which says nothing
             raise TimeoutError(f"no whole answer within {limit_s:.3g} s") from error
 
     with naming(url, verb):
