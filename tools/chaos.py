@@ -12,9 +12,11 @@ undisturbed run at the same steps, and no process, temporary file, socket or sha
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +29,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script: our folder is found from the root
 
-from tools.training.launch import LaunchError, Torchrun
+from tools.training.launch import ROOT, LaunchError
 from tools.training.metrics import read_metrics
 from tools.trials.disturbed import Disturbed, Round, TrialError
 from tools.trials.family import alone_with_shared_memory, shared_memory, temporary_files
@@ -70,13 +72,14 @@ def run_rounds(disturbed: Disturbed, num_rounds: int, stop: Stop) -> list[Round]
 
 
 def refusal(setting: Setting) -> str:
-    """Returns what a number of ranks that does not divide the global batch is answered with."""
-    run = setting.folder / "refused"
-    with Torchrun(setting.config, run, 5, max_restarts=0) as torchrun:
-        if not torchrun.ends_within(300):
-            raise TrialError("5 ranks were started for a global batch of 12")
-    lines = [line.strip() for line in (run / "torchrun.log").read_text().splitlines() if "world size of" in line]
-    return lines[0] if lines else "nothing"
+    """Returns what a rank is answered with whose world size does not divide the global batch."""
+    environ = {**os.environ, "RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0"}
+    command = [sys.executable, str(ROOT / "tools" / "train.py"), str(setting.config)]
+    refused = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    lines: list[str] = [line.strip() for line in refused.stderr.splitlines() if "world size of" in line]
+    if refused.returncode == 0 or not lines:
+        raise TrialError(f"5 ranks share a global batch of 12: {refused.stderr}")
+    return lines[0]
 
 
 def report_of(rounds: list[Round], disturbed: Disturbed, proof: Proof, left: dict[str, Any]) -> dict[str, Any]:

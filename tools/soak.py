@@ -35,7 +35,7 @@ from shardstream.torch import Ledger, StreamingDataset, StreamingLoader, Topolog
 _NUM_ROWS = 4096
 _BATCH_SIZE = 2
 _ACCUMULATE = 8
-_NUM_PROBES = 200
+_NUM_PROBES, _PROBE_EVERY = 200, 500
 _LEDGER_NUM_BYTES = 4 << 20
 MOST_GROWTH_MB = 4.0
 """What memory may differ by between the quarters: allocators are not exact."""
@@ -115,7 +115,7 @@ def soak(num_micro_batches: int, num_workers: int, method: str | None) -> dict[s
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         place = Path(folder)
         trained = loop(make_data(place), place / "ledger", num_workers, method)
-        every = max(1, num_micro_batches // _NUM_PROBES)
+        every = max(_PROBE_EVERY, num_micro_batches // _NUM_PROBES)
         for num in trained:
             done += num
             if done >= len(probes) * every:
@@ -162,7 +162,9 @@ def flatness(probes: list[Probe]) -> dict[str, Any]:
 
 
 @click.command()
-@click.option("--micro-batches", "num_micro_batches", type=click.IntRange(1000), default=100_000, show_default=True)
+@click.option(
+    "--micro-batches", "num_micro_batches", type=click.IntRange(8 * _PROBE_EVERY), default=100_000, show_default=True
+)
 @click.option("--workers", "num_workers", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--method", type=click.Choice(["fork", "spawn", "forkserver"]), help="How workers are started.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path, dir_okay=False), help="Write the figures there.")

@@ -113,7 +113,7 @@ def test_a_job_that_is_killed_again_and_again_loses_nothing(tmp_path):
 @pytest.mark.timeout(400)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_two_hosts_whose_cable_is_cut_go_on_with_one_and_with_two_again(tmp_path):
-    report = _report("two_hosts.py", tmp_path, "--timeout-s", "10")
+    report = _report("two_hosts.py", tmp_path, "--timeout-s", "8")
     assert report["violations"] == []
     assert report["world_sizes"] == [2, 1, 2]
 
@@ -121,5 +121,5 @@ def test_two_hosts_whose_cable_is_cut_go_on_with_one_and_with_two_again(tmp_path
 @pytest.mark.rest
 @pytest.mark.timeout(400)
 def test_memory_threads_and_files_stay_as_they_are(tmp_path):
-    report = _report("soak.py", tmp_path, "--micro-batches", "20000")
-    assert (report["violations"], report["num_micro_batches"]) == ([], 20_000)
+    report = _report("soak.py", tmp_path, "--micro-batches", "12000")
+    assert (report["violations"], report["num_micro_batches"]) == ([], 12_000)

@@ -182,7 +182,8 @@ class Disturbed:
         """Waits for the moment and sends the signal; returns whom it hit, None if the job ended before."""
         if mishap.moment == "start" and not launch.seen:
             begin_s = time.monotonic()
-            while time.monotonic() < begin_s + mishap.delay_s * self._start_s and not launch.has_ended:
+            until_s = begin_s + mishap.delay_s * self._start_s
+            while time.monotonic() < until_s and not launch.has_ended and not launch.look():
                 launch.family.look()
                 time.sleep(10 * _POLL_S)
         else:
