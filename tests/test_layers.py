@@ -15,9 +15,10 @@ PACKAGE = Path(__file__).parents[1] / "shardstream"
 # What each part may import directly; what those may import, it may import too. A folder is one part.
 BELOW = {
     "cli": "commands",
-    "commands": "prepare torch audit verify index fetch",
+    "commands": "report prepare torch audit verify index fetch",
     "testing": "index",
     "torch": "audit index fetch quarantine",
+    "report": "audit",
     "audit": "memory consumed rounds plan formats manifest_file mixture_plan",
     "prepare": "index formats manifest_file permutation processes",
     "verify": "index permutation checksums",

@@ -8,27 +8,21 @@ import click
 
 from shardstream.commands._ledger import audit_ledger, print_counts
 from shardstream.commands._options import print_json
+from shardstream.commands._plan import SHUFFLES, packing_mode
 from shardstream.commands._tables import print_verdict, stdout, table
 
 if TYPE_CHECKING:
     from shardstream.audit import MixtureReport
     from shardstream.mixing import Mixture
-    from shardstream.packing import PackingMode
+    from shardstream.mixture_plan import MixturePlan
 
-_PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "seed", "shuffle")
+_PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "seed")
 _OTHERS = ("lanes", "tail", "epochs", "label", "with_trace")
 
 
 def is_mixture(path: str | None) -> bool:
     """Whether a file is a mixture's, by its suffix."""
     return path is not None and path.endswith((".yaml", ".yml"))
-
-
-def packing_mode(options: dict[str, Any]) -> PackingMode:
-    """Returns the packing that ``--whole`` and ``--unpacked`` ask for."""
-    if options["whole"] and options["unpacked"]:
-        raise click.UsageError("give either --whole or --unpacked")
-    return "whole" if options["whole"] else "unpacked" if options["unpacked"] else "tokens"
 
 
 def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: list[str]) -> bool:
@@ -41,28 +35,13 @@ def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: li
         click.UsageError: If an option was given that goes with one data set only.
     """
     from shardstream.audit import audit_mixture
-    from shardstream.mixing import Mixture
-    from shardstream.mixture_plan import MixturePlan
-    from shardstream.packing import Packing
 
-    for name in _OTHERS:
-        if ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-            option = "--trace" if name == "with_trace" else f"--{name}"
-            raise click.UsageError(f"{option} goes with one data set, not with a mixture")
-    about = {name: options[name] for name in ("storage_options", "allow_url")}
-    mixture = Mixture.load(options["manifest_path"], **about)
+    mixture = mixture_of(ctx, options)
     if options["ledger"] is not None:
         return audit_ledger(mixture, options["ledger"], options["step"], as_json=options["as_json"])
     if options["consumed"] is not None:
         return _audit_logs(mixture, options["consumed"], as_json=options["as_json"])
-    packing, length = None, options["sequence_length"]
-    if length is not None:
-        columns = [manifest.tokens_column or "tokens" for manifest in mixture.manifests]
-        common = [Packing(length, column, options["eos_id"], packing_mode(options)) for column in columns]
-        packing = list(map(mixture.packed, mixture.names, common))
-    elif mixture.packing:
-        raise click.UsageError("sources of this mixture say how they are packed: --sequence-length is needed")
-    plan = MixturePlan.make(mixture, packing=packing, **{name: options[name] for name in _PLAN_OPTIONS})
+    plan = mixture_plan_of(mixture, options)
     report = audit_mixture(plan, num_workers=options["num_workers"], num_windows=options["windows"])
     if options["plot"] is not None:
         from shardstream.audit.plots import plot_shares
@@ -74,6 +53,41 @@ def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: li
     else:
         _print(report)
     return report.holds
+
+
+def mixture_of(ctx: click.Context, options: dict[str, Any]) -> Mixture:
+    """Loads a mixture.
+
+    Raises:
+        click.UsageError: If an option was given that goes with one data set only.
+    """
+    from shardstream.mixing import Mixture
+
+    for name in _OTHERS:
+        if name in options and ctx.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+            option = "--trace" if name == "with_trace" else f"--{name}"
+            raise click.UsageError(f"{option} goes with one data set, not with a mixture")
+    return Mixture.load(options["manifest_path"], **{name: options[name] for name in ("storage_options", "allow_url")})
+
+
+def mixture_plan_of(mixture: Mixture, options: dict[str, Any]) -> MixturePlan:
+    """Returns the plan of a mixture that is looked at.
+
+    Raises:
+        click.UsageError: If its sources are packed and the length of sequences is not given.
+    """
+    from shardstream.mixture_plan import MixturePlan
+    from shardstream.packing import Packing
+
+    packing, length = None, options["sequence_length"]
+    if length is not None:
+        columns = [manifest.tokens_column or "tokens" for manifest in mixture.manifests]
+        common = [Packing(length, column, options["eos_id"], packing_mode(options)) for column in columns]
+        packing = list(map(mixture.packed, mixture.names, common))
+    elif mixture.packing:
+        raise click.UsageError("sources of this mixture say how they are packed: --sequence-length is needed")
+    settings = {name: options[name] for name in _PLAN_OPTIONS}
+    return MixturePlan.make(mixture, packing=packing, shuffle=SHUFFLES[options["shuffle"]], **settings)  # type: ignore[arg-type]
 
 
 def _audit_logs(mixture: Mixture, directory: str, *, as_json: bool) -> bool:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardstream.commands._ledger import audit_ledger, print_counts
-from shardstream.commands._mixture import audit_mixture_file, is_mixture, packing_mode
-from shardstream.commands._options import allow_url, as_json, print_json, storage_options, warnings_shown
+from shardstream.commands._mixture import audit_mixture_file, is_mixture
+from shardstream.commands._options import print_json, warnings_shown
+from shardstream.commands._plan import check_plan_options, manifest_of, plan_of, plan_options
 from shardstream.commands._tables import print_verdict, stdout, table
 
 if TYPE_CHECKING:
@@ -20,59 +21,18 @@ if TYPE_CHECKING:
     from shardstream.manifest import Manifest
     from shardstream.plan import Plan
 
-_SHUFFLES = {"true": True, "false": False, "full": "full", "torch": "torch"}
 _MOST_RANKS_SHOWN = 16
-_PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "lanes", "tail", "seed")
-
-
-def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int, int] | None:
-    """Reads ``SHARDSxBLOCKSxROWS``; a click callback."""
-    if value is None:
-        return None
-    numbers = value.lower().split("x")
-    if [number.isdecimal() for number in numbers] != [True] * 3:
-        raise click.BadParameter(f"{value!r} is not of the form SHARDSxBLOCKSxROWS, as 1000x100x1000", ctx, param)
-    shards, blocks, rows = map(int, numbers)
-    return shards, blocks, rows
 
 
 @click.command()
-@click.argument("manifest_path", metavar="[MANIFEST]", required=False)
-@click.option("--synthetic", callback=_sizes, metavar="SHARDSxBLOCKSxROWS", help="Shards that do not exist yet.")
-@click.option("--world-size", type=click.IntRange(1), default=1, show_default=True, help="Data-parallel ranks.")
-@click.option("--num-workers", type=click.IntRange(0), default=0, show_default=True, help="DataLoader workers a rank.")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Samples of a micro-batch.")
-@click.option("--global-batch", type=click.IntRange(1), help="Samples of an optimizer step over all ranks.")
-@click.option("--accumulate", type=click.IntRange(1), help="Micro-batches of a rank in an optimizer step.")
-@click.option("--lanes", type=click.IntRange(1), help="Blocks read side by side. [default: chosen]")
-@click.option("--shuffle", type=click.Choice(list(_SHUFFLES)), default="true", show_default=True)
-@click.option(
-    "--tail",
-    type=click.Choice(["pad", "drop", "uneven", "continue", "repeat", "truncate"]),
-    default="pad",
-    show_default=True,
-    help="What happens to an epoch's last, partial window.",
-)
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--epochs", type=click.IntRange(1), default=1, show_default=True, help="How many to look at.")
-@click.option(
-    "--sequence-length", type=click.IntRange(1), metavar="T", help="Samples are packed sequences of T tokens."
-)
-@click.option("--eos-id", type=click.IntRange(0), help="With --sequence-length: the token after each document.")
-@click.option("--whole", is_flag=True, help="With --sequence-length: documents are not cut.")
-@click.option("--unpacked", is_flag=True, help="With --sequence-length: one document a sequence.")
-@click.option("--label", metavar="COLUMN", help="Count the classes of this column per batch; reads it from all shards.")
+@plan_options
 @click.option("--trace", "with_trace", is_flag=True, help="Print who gets which sample at each step (small sets).")
 @click.option("--consumed", metavar="DIR", help="Prove exactly-once from a run's logs in DIR, instead of from a plan.")
 @click.option("--ledger", metavar="DIR", help="As --consumed; and check targets and collectives of all ranks.")
 @click.option(
     "--step", type=click.IntRange(0), metavar="N", help="With --ledger: what happened when in step N (from 0)."
 )
-@click.option("--windows", type=click.IntRange(1), metavar="N", help="Of a mixture: how many to look at.")
 @click.option("--plot", metavar="FILE", help="Of a mixture: draw shares over steps (needs matplotlib).")
-@storage_options
-@allow_url
-@as_json
 @click.pass_context
 def audit(ctx: click.Context, /, **options: Any) -> None:
     """Prove, before a job starts, that every sample of MANIFEST comes exactly once, and show what reading it costs.
@@ -81,14 +41,7 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
 
     With --consumed, prove it from the logs of a run. Exit code 1 if anything is violated.
     """
-    if (options["manifest_path"] is None) == (options["synthetic"] is None):
-        raise click.UsageError("give either MANIFEST or --synthetic")
-    if options["label"] and options["synthetic"]:
-        raise click.UsageError("--label reads shards, which --synthetic has none of")
-    if options["sequence_length"] is None and (packing_mode(options) != "tokens" or options["eos_id"] is not None):
-        raise click.UsageError("--whole, --unpacked and --eos-id need --sequence-length")
-    if options["sequence_length"] is not None and options["label"]:
-        raise click.UsageError("packed sequences have no label")
+    check_plan_options(options)
     if options["consumed"] and options["ledger"]:
         raise click.UsageError("give either --consumed or --ledger")
     if options["step"] is not None and not options["ledger"]:
@@ -98,37 +51,15 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
         raise click.UsageError("--windows and --plot go with a mixture's YAML file")
     with warnings_shown() as warnings:
         if is_mixed:
-            holds = audit_mixture_file(ctx, {**options, "shuffle": _SHUFFLES[options["shuffle"]]}, warnings)
+            holds = audit_mixture_file(ctx, options, warnings)
         elif options["ledger"] is not None:
-            holds = audit_ledger(_manifest(options), options["ledger"], options["step"], as_json=options["as_json"])
+            holds = audit_ledger(manifest_of(options), options["ledger"], options["step"], as_json=options["as_json"])
         elif options["consumed"] is not None:
-            holds = _audit_run(_manifest(options), options["consumed"], as_json=options["as_json"])
+            holds = _audit_run(manifest_of(options), options["consumed"], as_json=options["as_json"])
         else:
-            holds = _audit_plan(_plan(options), options, warnings)
+            holds = _audit_plan(plan_of(options), options, warnings)
     if not holds:
         ctx.exit(1)
-
-
-def _manifest(options: dict[str, Any]) -> Manifest:
-    from shardstream.manifest import Manifest
-
-    if options["synthetic"] is None:
-        about = {name: options[name] for name in ("storage_options", "allow_url")}
-        return Manifest.load(options["manifest_path"], **about)
-    shards, blocks, rows = options["synthetic"]
-    return Manifest.synthetic(num_shards=shards, blocks_per_shard=blocks, rows_per_block=rows)
-
-
-def _plan(options: dict[str, Any]) -> Plan:
-    from shardstream.packing import Packing
-    from shardstream.plan import Plan
-
-    settings = {name: options[name] for name in _PLAN_OPTIONS}
-    manifest, length = _manifest(options), options["sequence_length"]
-    packing = None
-    if length is not None:
-        packing = Packing(length, manifest.tokens_column or "tokens", options["eos_id"], packing_mode(options))
-    return Plan.make(manifest, shuffle=_SHUFFLES[options["shuffle"]], packing=packing, **settings)  # type: ignore[arg-type]
 
 
 def _audit_plan(plan: Plan, options: dict[str, Any], warnings: list[str]) -> bool:
