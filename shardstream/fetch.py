@@ -120,6 +120,8 @@ def fetch(
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_start(planned, runs, gathering))
+            if ahead[0].made.done():  # the first batch does not wait while others are planned
+                break
         while ahead:
             started = ahead.popleft()
             try:
@@ -128,7 +130,8 @@ def fetch(
                 is_late = True
                 raise _too_late(layout, started, reading.timeout_s) from None
             # The next gather takes its runs before this one gives back its own: what both need stays open.
-            ahead.extend(_start(planned, runs, gathering) for planned in islice(waiting, 1))
+            num_missing = min(reading.look_ahead - len(ahead), 2)
+            ahead.extend(_start(planned, runs, gathering) for planned in islice(waiting, num_missing))
             runs.release(started.planned)
             stats.num_samples += gathered.num_rows
             stats.num_bytes += gathered.num_bytes

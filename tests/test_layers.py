@@ -22,7 +22,7 @@ BELOW = {
     "audit": "memory consumed rounds plan formats manifest_file mixture_plan",
     "prepare": "index formats manifest_file permutation processes",
     "verify": "index permutation checksums",
-    "index": "processes formats manifest_file checksums",
+    "index": "executors formats manifest_file checksums",
     "fetch": "block_check faults ahead memory reading mixture_layout formats manifest_file",
     "faults": "layout",
     "ahead": "layout formats",
@@ -50,13 +50,14 @@ BELOW = {
     "order": "manifest permutation",
     "cursor": "permutation",
     "batching": "",
-    "formats": "checksums ranges storage manifest fitting",
+    "formats": "arrow_memory checksums ranges storage manifest fitting",
     "ranges": "cache read_stats storage",
     "cache": "",
     "checksums": "",
     "read_stats": "",
-    "manifest_file": "storage manifest",
+    "manifest_file": "arrow_memory storage manifest",
     "storage": "",
+    "executors": "processes",
     "processes": "",
     "manifest": "",
     "permutation": "",
@@ -64,6 +65,7 @@ BELOW = {
     "errors": "",
     "_version": "",
     "_lazy": "",
+    "arrow_memory": "",
 }
 EVERYWHERE = frozenset({"errors", "columns", "_version", "_lazy"})
 # Imports that go up, inside functions only.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from shardstream.arrow_memory import nulls as nulls_of
+from shardstream.arrow_memory import numbers
 from shardstream.columns import Column, Dense, Objects, Rows, SliceKind, Slices
 
 
@@ -57,7 +57,7 @@ def column_of(array: pa.Array | pa.ChunkedArray) -> Column:
         array = array.storage if isinstance(array, pa.ExtensionArray) else array.dictionary_decode()
     kind = array.type
     if is_number(kind):
-        return Dense(_numbers(array), _nulls(array))
+        return Dense(numbers(array), nulls_of(array))
     if is_number_list(kind):
         return _fixed_lists(array) if pa.types.is_fixed_size_list(kind) else _lists(array)
     text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
@@ -104,8 +104,8 @@ def without_list_views(array: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chunk
     if isinstance(array, pa.ChunkedArray):
         chunks = [without_list_views(chunk) for chunk in array.chunks]
         return pa.chunked_array(chunks, pa.large_list(array.type.value_field))
-    nulls = _nulls(array)
-    sizes = _numbers(array.sizes).astype(np.int64)
+    nulls = nulls_of(array)
+    sizes = numbers(array.sizes).astype(np.int64)
     if nulls is not None:
         sizes[nulls] = 0
     offsets = np.concatenate((np.zeros(1, np.int64), np.cumsum(sizes)))
@@ -116,31 +116,15 @@ def without_list_views(array: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chunk
 # ---------------------------------------------------------------------------------------------------- views
 
 
-def _nulls(array: pa.Array) -> npt.NDArray[np.bool_] | None:
-    """bool[n], True where the row is null; None if no row is."""
-    if not array.null_count:
-        return None
-    nulls: npt.NDArray[np.bool_] = array.is_null().to_numpy(zero_copy_only=False)
-    return nulls
-
-
-def _numbers(array: pa.Array) -> npt.NDArray[Any]:
-    """The values of a number array, whatever its null mask says; a view, but for bool (Arrow packs its bits)."""
-    if array.null_count:
-        array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], offset=array.offset)
-    values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
-    return values
-
-
 def _lists(array: pa.Array) -> Column:
     """Lists of numbers of varying length."""
     if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
-        starts = _numbers(array.offsets).astype(np.int64)
-        lengths = _numbers(array.sizes).astype(np.int64)
+        starts = numbers(array.offsets).astype(np.int64)
+        lengths = numbers(array.sizes).astype(np.int64)
     else:
-        offsets = _numbers(array.offsets).astype(np.int64)
+        offsets = numbers(array.offsets).astype(np.int64)
         starts, lengths = offsets[:-1], np.diff(offsets)
-    nulls = _nulls(array)
+    nulls = nulls_of(array)
     if nulls is not None:
         lengths[nulls] = 0  # Arrow allows a null row to span values
     values = array.values
@@ -148,19 +132,19 @@ def _lists(array: pa.Array) -> Column:
         first, end = int(starts.min(initial=len(values))), int((starts + lengths).max(initial=0))
         if first < end and values.slice(first, end - first).null_count:
             return _objects(array)
-    return Slices(_numbers(values), starts, lengths, "list", nulls)
+    return Slices(numbers(values), starts, lengths, "list", nulls)
 
 
 def _fixed_lists(array: pa.FixedSizeListArray) -> Column:
     """Lists of numbers that all have the same length."""
     size = array.type.list_size
     values = array.values.slice(array.offset * size, len(array) * size)
-    nulls = _nulls(array)
+    nulls = nulls_of(array)
     if values.null_count:
-        holes = values.is_null().to_numpy(zero_copy_only=False).reshape(len(array), size)
+        holes = np.asarray(nulls_of(values)).reshape(len(array), size)
         if np.any(holes if nulls is None else holes[~nulls]):
             return _objects(array)
-    return Dense(_numbers(values).reshape(len(array), size), nulls)
+    return Dense(numbers(values).reshape(len(array), size), nulls)
 
 
 def _texts(array: pa.Array, kind: SliceKind) -> Slices:
@@ -176,7 +160,7 @@ def _texts(array: pa.Array, kind: SliceKind) -> Slices:
         raw = np.frombuffer(offset_bytes, offset_type)[array.offset : array.offset + len(array) + 1]
         offsets = raw.astype(np.int64)
     lengths = np.diff(offsets)
-    nulls = _nulls(array)
+    nulls = nulls_of(array)
     if nulls is not None:
         lengths[nulls] = 0
     return Slices(_bytes_of(data), offsets[:-1], lengths, kind, nulls)
@@ -187,7 +171,7 @@ def _fixed_bytes(array: pa.Array) -> Slices:
     width = array.type.byte_width
     starts = (np.arange(len(array), dtype=np.int64) + array.offset) * width
     lengths = np.full(len(array), width, np.int64)
-    nulls = _nulls(array)
+    nulls = nulls_of(array)
     if nulls is not None:
         lengths[nulls] = 0
     return Slices(_bytes_of(array.buffers()[1]), starts, lengths, "bytes", nulls)

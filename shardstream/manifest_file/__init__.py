@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from shardstream import storage
 from shardstream.errors import ManifestError, ReadError, shown_url
 from shardstream.manifest import MANIFEST_VERSION, AllowUrl, ColumnSchema, Int64Array, Manifest
-from shardstream.manifest_file._flat import list_lengths, list_values, typed
+from shardstream.manifest_file._flat import column_numbers, has_nulls, list_lengths, list_values, typed
 from shardstream.manifest_file._lists import ParquetLists
 from shardstream.manifest_file._places import check_places, is_below, is_trusted_root
 from shardstream.manifest_file._schema import COLUMNS, LIST_TYPES, METADATA_KEY, is_list_name
@@ -87,12 +87,14 @@ def load_manifest(
         arrow_schema = base64.b64decode(about["arrow_schema"])
     except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: text that is not UTF-8, or not base64
         raise _damaged(url, found=error) from error
+    if missing := [name for name, column in arrays.items() if has_nulls(column)]:
+        raise _damaged(url, expected="a value everywhere", found=f"nulls in {', '.join(missing)}")
     first_block = _first_block(url, arrays)
     manifest = Manifest(
         root=_root(url, about) if root is None else storage.absolute(root).rstrip("/"),
         urls=texts["url"],
         formats=texts["format"],
-        num_bytes=arrays["num_bytes"].to_numpy(),
+        num_bytes=column_numbers(arrays["num_bytes"]),
         version_tags=texts["version_tag"],
         digests=texts["digest"],
         shard_first_block=first_block,
@@ -107,7 +109,7 @@ def load_manifest(
         lists=_lists_of(file, path=url, storage_options=storage_options),
         metadata=about["metadata"],
     )
-    _check_counts(url, manifest, arrays["num_samples"].to_numpy())
+    _check_counts(url, manifest, column_numbers(arrays["num_samples"]))
     if manifest.fingerprint != about["fingerprint"]:
         raise _damaged(url, expected=f"fingerprint {about['fingerprint']}", found=manifest.fingerprint)
     check_places(manifest, allow_url, is_trusted_root=root is not None or _may_name_root(url, about))

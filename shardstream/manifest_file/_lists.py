@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardstream import storage
+from shardstream.arrow_memory import numbers
 from shardstream.errors import ManifestError
 from shardstream.manifest_file._flat import list_values, typed
 from shardstream.manifest_file._schema import list_type
@@ -159,5 +160,5 @@ def _values(column: pa.Array, row: int) -> Any:
     values = column.values.slice(start, end - start)
     if pa.types.is_dictionary(values.type):
         texts = np.array(values.dictionary.to_pylist(), object)
-        return texts[values.indices.to_numpy()].tolist()
-    return values.to_pylist() if pa.types.is_binary(values.type) else values.to_numpy()
+        return texts[numbers(values.indices)].tolist()
+    return values.to_pylist() if pa.types.is_binary(values.type) else numbers(values)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tools.bench.case import Case
 from tools.bench.contract import Contract
 from tools.bench.measuring import Reader
@@ -113,7 +115,7 @@ class _Bytes:
 
         values: list[bytes] = batch[self.column]
         dtype = torch.int32 if self.workload == "T" else torch.uint8
-        lengths = torch.tensor([len(value) // dtype.itemsize for value in values])
+        lengths = torch.from_numpy(np.array([len(value) // dtype.itemsize for value in values]))  # as numpy is quicker
         if self.keeps_fields:
             return {"ids": batch.sample_ids, "lengths": lengths}
         data = torch.frombuffer(bytearray().join(values), dtype=dtype)
