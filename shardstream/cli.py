@@ -14,7 +14,7 @@ from shardstream.errors import ShardStreamError
 
 # A command is one file here, ``commands/<name>.py``, with a click command of that name. It imports what is heavy
 # inside its function, because `shardstream --help` imports every file.
-COMMANDS = ("index", "inspect", "audit", "report", "plan", "bench", "reshard", "tokenize", "verify")
+COMMANDS = ("index", "merge", "inspect", "audit", "report", "plan", "bench", "reshard", "tokenize", "verify")
 
 _INTERRUPTED = 130
 

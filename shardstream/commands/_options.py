@@ -56,6 +56,27 @@ allow_url = click.option(
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 
 
+def _engine(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    from shardstream.errors import PlanError
+    from shardstream.executors import parse_engine
+
+    try:
+        parse_engine(text)
+    except PlanError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+    return text
+
+
+engine = click.option(
+    "--engine",
+    callback=_engine,
+    default="local",
+    show_default=True,
+    metavar="local|ray[:ADDRESS]|dask[:ADDRESS]",
+    help="Whose workers do it: processes of this machine, or those of Ray or Dask, here or at an address.",
+)
+
+
 @contextmanager
 def warnings_shown(*, quiet: bool = False) -> Iterator[list[str]]:
     """Shows the package's warnings as lines on standard error; gives the list that they are also put into."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardstream.commands._options import as_json, print_json, storage_options, warnings_shown
+from shardstream.commands._options import as_json, engine, print_json, storage_options, warnings_shown
 
 if TYPE_CHECKING:
     from shardstream.prepare import Outline, Prepared, PrepareProgress, Step
@@ -63,6 +63,7 @@ _OPTIONS = (
     ),
     click.option("-o", "--manifest", metavar="MANIFEST", help="Where to write it.  [default: OUTPUT/manifest.parquet]"),
     click.option("--workers", "num_workers", type=click.IntRange(0), help="Processes; 0 works in this one."),
+    engine,
     click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
     storage_options,
     as_json,
@@ -93,6 +94,7 @@ def run_prepare(
         click.UsageError: If options do not go together.
         click.exceptions.Exit: If it is interrupted.
     """
+    from shardstream.executors import executor_of
     from shardstream.prepare import Outline, PrepareSettings, outline, prepare
 
     quiet, is_json, is_dry = (options.pop(name) for name in ("quiet", "as_json", "dry_run"))
@@ -100,8 +102,12 @@ def run_prepare(
         raise click.UsageError("--seed and --spill-dir are for --shuffle")
     options["seed"] = options["seed"] or 0
     try:
-        with warnings_shown(quiet=quiet) as shown, _progress(hidden=quiet) as progress:
-            settings = PrepareSettings(progress=progress, **options, **more)
+        with (
+            warnings_shown(quiet=quiet) as shown,
+            executor_of(options.pop("engine"), options["num_workers"]) as executor,
+            _progress(hidden=quiet) as progress,
+        ):
+            settings = PrepareSettings(progress=progress, executor=executor, **options, **more)
             found = (outline if is_dry else prepare)(inputs, output, step(), settings)
     except KeyboardInterrupt:
         click.echo("\nInterrupted; shards that are whole stay, and the same command goes on.", err=True)

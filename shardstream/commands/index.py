@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._options import as_json, pairs, print_json, storage_options, warnings_shown
+from shardstream.commands._options import as_json, engine, pairs, print_json, storage_options, warnings_shown
+from shardstream.commands._tables import print_manifest, summary_of
 
 if TYPE_CHECKING:
     from shardstream.index import IndexProgress
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 @click.option("--allow-vanished", is_flag=True, help="With --update: leave out shards that are not named any more.")
 @click.option("--overwrite", is_flag=True, help="Replace another manifest at OUTPUT.")
 @click.option("--workers", "num_workers", type=click.IntRange(0), help="Processes; 0 works in this one.")
+@engine
 @storage_options
 @as_json
 @click.option("-q", "--quiet", is_flag=True, help="Print errors only.")
@@ -58,32 +60,25 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
 
     If a shard cannot be used, all are looked at, every bad one is named, and nothing is written.
     """
-    from shardstream.errors import shown_url
+    from shardstream.executors import executor_of
     from shardstream.index import IndexSettings, build_manifest
 
-    quiet, print_as_json = options.pop("quiet"), options.pop("as_json")
+    quiet, print_as_json, engine = (options.pop(name) for name in ("quiet", "as_json", "engine"))
     options["targets"] = options["targets"] or None
     given = {name: options.pop(name) for name in ("ignore_index", "allow_vanished", "tokens_dtype", "pack")}
     given["pack"] = given["pack"] or None
     given["checksum"] = options.pop("checksum") or None
-    with warnings_shown(quiet=quiet) as shown, _progress(hidden=quiet) as progress:
-        settings = IndexSettings(progress=progress, **given)
+    with (
+        warnings_shown(quiet=quiet) as shown,
+        executor_of(engine, options["num_workers"]) as executor,
+        _progress(hidden=quiet) as progress,
+    ):
+        settings = IndexSettings(progress=progress, executor=executor, **given)
         manifest = build_manifest(shards, output, settings=settings, **options)
-    summary = {
-        "manifest": shown_url(str(manifest.path)),
-        "num_shards": manifest.num_shards,
-        "num_blocks": manifest.num_blocks,
-        "num_samples": manifest.num_samples,
-        "num_bytes": int(manifest.num_bytes.sum()),
-        "fingerprint": manifest.fingerprint,
-    }
     if print_as_json:
-        print_json({**summary, "warnings": shown})
+        print_json({**summary_of(manifest), "warnings": shown})
     elif not quiet:
-        click.echo(
-            f"{manifest.num_samples:,} samples in {manifest.num_blocks:,} blocks of {manifest.num_shards:,} shards, "
-            f"{summary['num_bytes']:,} bytes\nfingerprint {manifest.fingerprint}\nwritten to {shown_url(output)}"
-        )
+        print_manifest(manifest)
 
 
 @contextmanager

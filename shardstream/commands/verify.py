@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._options import allow_url, as_json, print_json, storage_options
+from shardstream.commands._options import allow_url, as_json, engine, print_json, storage_options
 from shardstream.commands._tables import print_verdict, stdout
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ def _sample(ctx: click.Context, param: click.Parameter, text: str | None) -> flo
     help="Note good shards there; after an interruption the same command goes on where it was.",
 )
 @click.option("--workers", "num_workers", type=click.IntRange(0), help="Processes; 0 works in this one.")
+@engine
 @storage_options
 @allow_url
 @as_json
@@ -55,14 +56,16 @@ def verify(manifest_path: str, **options: Any) -> None:
     Exits with 1 if a shard is missing, unreadable, cut, or holds other bytes; each is named with its blocks.
     """
     from shardstream.errors import shown_url
+    from shardstream.executors import executor_of
     from shardstream.manifest import Manifest
     from shardstream.verify import verify_manifest
 
     quiet, print_as_json, allowed = options.pop("quiet"), options.pop("as_json"), options.pop("allow_url")
     manifest = Manifest.load(manifest_path, storage_options=options["storage_options"], allow_url=allowed)
-    with _progress(hidden=quiet or print_as_json) as progress:
+    workers = executor_of(options.pop("engine"), options["num_workers"])
+    with workers as executor, _progress(hidden=quiet or print_as_json) as progress:
         try:
-            report = verify_manifest(manifest, progress=progress, **options)
+            report = verify_manifest(manifest, progress=progress, executor=executor, **options)
         except KeyboardInterrupt:
             hint = "the same command goes on from here" if options["state"] else "with --state FILE it could go on"
             click.echo(f"\nInterrupted; {hint}.", err=True)

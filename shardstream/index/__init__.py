@@ -17,10 +17,12 @@ from shardstream.formats import RUN_NUM_BYTES
 from shardstream.index._collect import Collected, IndexPlan, IndexProgress, index_options
 from shardstream.index._expand import NUM_SHOWN, Shards, expand_shards, find_shards, some
 from shardstream.index._look import look_at_all
+from shardstream.index._merge import merge_manifests
+from shardstream.index._places import advice_of_places
 from shardstream.manifest import Manifest
 from shardstream.manifest_file import DatasetInfo, ManifestWriter, load_manifest, write_manifest
 
-__all__ = ["IndexProgress", "IndexSettings", "advice", "build_manifest", "expand_shards"]
+__all__ = ["IndexProgress", "IndexSettings", "advice", "build_manifest", "expand_shards", "merge_manifests"]
 
 LARGE_BLOCK_NUM_BYTES = 64 << 20
 
@@ -121,7 +123,7 @@ def build_manifest(
         return collected.finish()
 
     manifest = write_manifest(fill, output, overwrite=overwrite, storage_options=options)
-    for text in [*_grouped(collected.warnings), *advice(manifest), *_places(manifest)]:
+    for text in [*_grouped(collected.warnings), *advice(manifest), *advice_of_places(manifest)]:
         warnings.warn(text, ShardStreamWarning, stacklevel=2)
     return manifest
 
@@ -146,16 +148,6 @@ def advice(manifest: Manifest) -> list[str]:
 def _old(path: str | os.PathLike[str], storage_options: Mapping[str, Any]) -> Manifest:
     """An older manifest; wherever its shards are, only those are read that are named here as well."""
     return load_manifest(path, storage_options=storage_options, allow_url="*")
-
-
-def _places(manifest: Manifest) -> list[str]:
-    """What to know of shards that have no common root."""
-    if manifest.root or manifest.path is None:
-        return []
-    chained = (f"*::{url.partition('::')[2]}" if storage.is_chain(url) else None for url in manifest.urls)
-    patterns = (chain or f"{storage.folder_of(url)}/*" for url, chain in zip(manifest.urls, chained, strict=True))
-    allow = some(list(dict.fromkeys(patterns)))
-    return [f"the shards have no common folder: whoever loads the manifest must allow theirs, allow_url={allow}"]
 
 
 def _grouped(texts: Sequence[tuple[str, str]]) -> list[str]:

@@ -89,7 +89,7 @@ def find_shards(
         missing = finder.missing or ["an empty list"]
         hint = "check the spelling, the current folder, and the storage options"
         raise ManifestError("no shards found", found=f"nothing at {some(missing)}", hint=hint)
-    _check_names(found)
+    check_names(found)
     return Described(found if keep_order else sorted(found), finder.num_samples)
 
 
@@ -206,7 +206,12 @@ def _braces(entry: str) -> list[str]:
     return expanded
 
 
-def _check_names(shards: Sequence[str]) -> None:
+def check_names(shards: Sequence[str]) -> None:
+    """Refuses shards that are named twice, and names that a manifest cannot hold.
+
+    Raises:
+        ManifestError: If there are some.
+    """
     twice = [shard for shard, count in Counter(shards).items() if count > 1]
     if twice:
         raise ManifestError("shards are named more than once", found=some(twice), hint="name each once")

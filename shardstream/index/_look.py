@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from shardstream import storage
 from shardstream.errors import ManifestError, ShardStreamError
+from shardstream.executors import most_under_way
 from shardstream.formats import IndexOptions, ShardIndex, format_of
 from shardstream.index._checksums import indexed_with_checksums
 from shardstream.processes import interrupts_held, num_cores, pool_of
@@ -118,7 +119,7 @@ def look_at_all(tasks: Sequence[Task[T]], num_workers: int | None, executor: Exe
             limit = num_workers * _UNDER_WAY
             findings = _pooled(rest, num_workers, limit)
         else:
-            limit = 16 * _UNDER_WAY
+            limit = most_under_way(executor)
             findings = _given(rest, executor, limit)
         try:
             with contextlib.closing(findings):

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
@@ -108,7 +109,8 @@ class Journal:
             with storage.write_atomic(self.part_url(name), self.storage_options) as file:
                 yield file
             return
-        unfinished = Path(self._local("writing"), f"{name}.{os.getpid()}")
+        # Another name each time: an engine that gave a worker up may let two write the same.
+        unfinished = Path(self._local("writing"), f"{name}.{secrets.token_hex(8)}")
         try:
             unfinished.parent.mkdir(parents=True, exist_ok=True)
             with unfinished.open("w+b") as file:

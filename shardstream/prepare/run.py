@@ -155,7 +155,9 @@ class Run:
             tokens_column=tokens,
             num_workers=0 if settings.num_workers == 0 else None,
             overwrite=settings.manifest is None,
-            settings=IndexSettings(pack=settings.pack if tokens and settings.pack else None),
+            settings=IndexSettings(
+                executor=settings.executor, pack=settings.pack if tokens and settings.pack else None
+            ),
         )
         counted = manifest.shard_num_samples.tolist()
         if counted != [part.num_samples for part in parts] or manifest.num_samples != self.manifest.num_samples:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from shardstream.manifest import Int64Array
 
 POSITION = "__position__"
 _LEVEL = 1
-_OURS = re.compile(r"\d+(-\d+)?\.(data|index|done)(\.unfinished)?")
+_OURS = re.compile(r"\d+(-\d+)?\.(data|index|done)(\.[0-9a-f]{8}\.unfinished)?")
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Spills:
         cuts = np.searchsorted(table.column(POSITION).to_numpy(), np.concatenate([[0], self.ends]), side="left")
         offsets = np.zeros(len(self.ends) + 1, np.int64)
         compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-        unfinished = self._path(task, number, "data.unfinished")
+        unfinished = _unfinished(self._path(task, number, "data"))
         with unfinished.open("wb") as file:
             for bucket, (begin, end) in enumerate(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)):
                 if begin < end:
@@ -167,7 +168,12 @@ def _stream_of(table: pa.Table) -> Any:
     return sink.getvalue()
 
 
+def _unfinished(path: Path) -> Path:
+    """Another name each time: an engine that gave a worker up may let two do the same."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
+
+
 def _write(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished = _unfinished(path)
     unfinished.write_bytes(data)
     unfinished.replace(path)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import pyarrow as pa
 
-from shardstream.errors import ReadError
+from shardstream.errors import ReadError, ShardStreamError
+from shardstream.executors import most_under_way
 from shardstream.manifest import Int64Array, Manifest
 from shardstream.permutation import full_places, full_positions
 from shardstream.prepare.journal import DigestingFile, Journal, PartRecord
@@ -180,7 +181,8 @@ def do_all(job: Job, act: Act, tasks: Sequence[Any], num_workers: int, executor:
         ShardStreamError: The first that a task raises; tasks under way are given up.
     """
     if executor is not None:
-        _drain(lambda task: executor.submit(_do_quietly, act, job, task), tasks, 64, tell, None)
+        limit = most_under_way(executor)
+        _drain(lambda task: executor.submit(_do_quietly, act, job, task), tasks, limit, tell, None)
     elif num_workers == 0:
         for task in tasks:
             act(job, task, tell)
@@ -206,9 +208,15 @@ def _drain(
             for future in done:
                 if (all_of_it := future.result()) is not None:
                     tell(all_of_it)
-    except BrokenExecutor as error:
+    except ShardStreamError:
+        raise
+    except Exception as error:  # each executor has errors of its own for a worker that was lost
+        if news is not None and not isinstance(error, BrokenExecutor):
+            raise
+        what = "a process that was writing shards died"
+        found = f"{type(error).__name__}: {error}"
         hint = "give it more memory or fewer workers, and run the command again: what is done stays done"
-        raise ReadError("a process that was writing shards died", found=error, hint=hint) from error
+        raise ReadError(what, found=found, hint=hint) from error
     finally:
         for future in under_way:
             future.cancel()
