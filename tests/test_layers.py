@@ -50,12 +50,12 @@ BELOW = {
     "order": "manifest permutation",
     "cursor": "permutation",
     "batching": "",
-    "formats": "arrow_memory checksums ranges storage manifest fitting",
+    "formats": "checksums ranges storage manifest fitting",
     "ranges": "cache read_stats storage",
     "cache": "",
     "checksums": "",
     "read_stats": "",
-    "manifest_file": "arrow_memory storage manifest",
+    "manifest_file": "storage manifest",
     "storage": "",
     "executors": "processes",
     "processes": "",
@@ -65,7 +65,6 @@ BELOW = {
     "errors": "",
     "_version": "",
     "_lazy": "",
-    "arrow_memory": "",
 }
 EVERYWHERE = frozenset({"errors", "columns", "_version", "_lazy"})
 # Imports that go up, inside functions only.
