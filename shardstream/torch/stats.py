@@ -74,22 +74,25 @@ class LoopClock:
         self._log_every_s = log_every_s
         self._num_batches = self._num_samples = self._num_masked = self._num_tokens = 0
         self._has_tokens = True  # of all batches so far
-        self._wait_s = self._held_s = 0.0
-        self._given_at: float | None = None
+        self._wait_s = 0.0
+        # Seconds of holding that are over, and since when the loop holds a batch: one value, because exporters ask for
+        # it from threads of their own.
+        self._held: tuple[float, float | None] = (0.0, None)
         self._logged_at: float | None = None
         self._before: LoaderStats | None = None
 
     def asked(self) -> float:
         """The loop asks for a batch. Returns the time, for ``gave``."""
         now = time.perf_counter()
-        if self._given_at is not None:
-            self._held_s += now - self._given_at
-            self._given_at = None
+        held_s, given_at = self._held
+        if given_at is not None:
+            self._held = (held_s + now - given_at, None)
         return now
 
     def gave(self, batch: Batch, asked_at: float, read: ReadStats) -> None:
         """The loop gets a batch."""
-        now = self._given_at = time.perf_counter()
+        now = time.perf_counter()
+        self._held = (self._held[0], now)
         self._wait_s += now - asked_at
         self._num_batches += 1
         self._num_samples += len(batch)
@@ -107,11 +110,12 @@ class LoopClock:
         Args:
             tokens_column: Column of token lists, or None if none is known.
         """
-        self._given_at, self._tokens_column = None, tokens_column
+        self._held, self._tokens_column = (self._held[0], None), tokens_column
 
     def stats(self, read: ReadStats) -> LoaderStats:
         """Returns the figures up to now."""
-        held_now = 0.0 if self._given_at is None else time.perf_counter() - self._given_at
+        held_s, given_at = self._held
+        held_now = 0.0 if given_at is None else time.perf_counter() - given_at
         return LoaderStats(
             num_batches=self._num_batches,
             num_samples=self._num_samples,
@@ -119,7 +123,7 @@ class LoopClock:
             num_tokens=self._num_tokens if self._has_tokens else None,
             num_bytes=read.num_bytes,
             wait_s=self._wait_s,
-            held_s=self._held_s + held_now,
+            held_s=held_s + held_now,
             num_blocks_opened=read.num_blocks_opened,
             num_blocks_needed=read.num_blocks_needed,
             read_amplification=read.amplification,
