@@ -37,7 +37,7 @@ $(OTHERS): $(STAMP)
 # One thread each: the tests start many processes, and two cores have no use for more.
 test: export OMP_NUM_THREADS := 1
 test: lint
-	python -m pytest -q -m "not rest"
+	python -m pytest -q -m "not rest" -n 2 --dist loadfile
 	@$(MAKE) --no-print-directory $(OTHERS)
 	python -m pytest -q -m rest
 
