@@ -50,12 +50,12 @@ BELOW = {
     "order": "manifest permutation",
     "cursor": "permutation",
     "batching": "",
-    "formats": "checksums ranges storage manifest fitting",
+    "formats": "arrow_memory checksums ranges storage manifest fitting",
     "ranges": "cache read_stats storage",
     "cache": "",
     "checksums": "",
     "read_stats": "",
-    "manifest_file": "storage manifest",
+    "manifest_file": "arrow_memory storage manifest",
     "storage": "",
     "executors": "processes",
     "processes": "",
@@ -65,6 +65,7 @@ BELOW = {
     "errors": "",
     "_version": "",
     "_lazy": "",
+    "arrow_memory": "",
 }
 EVERYWHERE = frozenset({"errors", "columns", "_version", "_lazy"})
 # Imports that go up, inside functions only.
