@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.columns import Dense, Rows, Slices
+from shardstream.columns import Dense, Rows, Slices, join_slices
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, PlanError
 from shardstream.layout import Planned, RunKey
@@ -195,12 +195,13 @@ def sequences(
     is_first = np.diff(row, prepend=-1) != 0
     before = np.cumsum(sizes) - sizes
     place = before - np.repeat(before[is_first], np.diff(np.append(np.flatnonzero(is_first), len(row))))
-    input_ids = np.empty((num_rows, length), np.int64)
-    labels = np.empty((num_rows, length), np.int64)
-    each = (row, run_of_piece, begin, end, place)
-    for here, run_index, first, last, at in zip(*(array.tolist() for array in each), strict=True):
-        _copy(runs[run_index], first, last, input_ids[here], labels[here], at, ignore_index)
     filled = np.bincount(row, weights=sizes, minlength=num_rows).astype(np.int64)
+    where = (row, run_of_piece, begin, end)
+    tokens = _lines([run.tokens for run in runs], where, filled, length + 1)
+    input_ids, labels = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+    if any(run.is_target is not None for run in runs):
+        masks = [np.ones(len(run.tokens), np.bool_) if run.is_target is None else run.is_target for run in runs]
+        np.copyto(labels, ignore_index, where=~_lines(masks, where, filled, length + 1)[:, 1:])
     for here in np.flatnonzero(filled <= length).tolist():
         input_ids[here, filled[here] :] = packing.pad_id
         labels[here, filled[here] - 1 :] = ignore_index
@@ -221,23 +222,28 @@ def _token_bounds(runs: Sequence[PackedRun], pieces: _Places) -> tuple[Int64Arra
     return row, run_of_piece, begin, end
 
 
-def _copy(
-    run: PackedRun,
-    begin: int,
-    end: int,
-    input_ids: Int64Array,
-    labels: Int64Array,
-    place: int,
-    ignore_index: int,
-) -> None:
-    """Puts tokens into a sequence at a place: as inputs there, as labels one place before."""
-    length, tokens = len(input_ids), run.tokens
-    skipped = int(place == 0)  # the sequence's first token is no target of it
-    input_ids[place : place + end - begin] = tokens[begin : min(end, begin + length - place)]
-    target = labels[place - 1 + skipped : place - 1 + end - begin]
-    target[:] = tokens[begin + skipped : end]
-    if run.is_target is not None:
-        target[~run.is_target[begin + skipped : end]] = ignore_index
+def _lines(
+    numbers: Sequence[npt.NDArray[Any]], where: tuple[Int64Array, ...], filled: Int64Array, width: int
+) -> npt.NDArray[Any]:
+    """The numbers of a row's pieces end to end, ``[len(filled), width]``, with zeros behind them.
+
+    Args:
+        numbers: Of each run.
+        where: Row, run, begin and end of each piece.
+        filled: How many numbers the pieces of each row have.
+        width: Of rows.
+    """
+    row, run, begin, end = where
+    if len({each.dtype for each in numbers}) > 1:  # one of them stands for a run that cannot be decoded
+        numbers = [each.astype(np.int64) for each in numbers]
+    short = np.flatnonzero(filled < width)
+    if len(short):
+        numbers = [*numbers, np.zeros(width, numbers[0].dtype)]
+        behind = np.searchsorted(row, short, side="right")
+        run = np.insert(run, behind, len(numbers) - 1)
+        begin, end = np.insert(begin, behind, filled[short]), np.insert(end, behind, width)
+    slices = zip(run.tolist(), begin.tolist(), end.tolist(), strict=True)
+    return join_slices(numbers, slices).reshape(len(filled), width)
 
 
 class _Stretches(NamedTuple):
@@ -335,10 +341,9 @@ class _Spans:
         return is_padding
 
     def _position_ids(self) -> Dense:
-        """Counts up, and falls back to 0 at each document: place in the row, less where in it the document begins."""
-        ids = np.repeat(self._begin[:-1] % self._length, self._sizes).reshape(self._num_rows, self._length)
-        np.subtract(np.arange(self._length), ids, out=ids)  # in place, because memory is what this costs
-        return Dense(ids)
+        """Counts up from 0 in each document."""
+        slices = ((0, 0, size) for size in self._sizes.tolist())
+        return Dense(join_slices([np.arange(self._length)], slices).reshape(self._num_rows, self._length))
 
     def _document_ids(self) -> Dense:
         numbers = np.arange(len(self._sizes)) - np.repeat(np.cumsum(self._per_row) - self._per_row, self._per_row)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.columns import Column, Dense, Objects, Rows, Slices
+from shardstream.columns import Column, Dense, Objects, Rows, Slices, join_slices
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError
 from shardstream.fitting import Parts, best_fit, cut_documents
@@ -107,16 +107,14 @@ def _fitted(run: PackedRun, packing: Packing) -> PackedRun:
     by_sequence = np.argsort(place, kind="stable")
     document, offset, length = Parts(*(array[by_sequence] for array in parts))
     begin = run.part_start[document] + offset
-    bounds = list(zip(begin.tolist(), (begin + length).tolist(), strict=True))
+    slices = list(zip([0] * len(begin), begin.tolist(), (begin + length).tolist(), strict=True))
     per_sequence = np.bincount(place, weights=parts.length, minlength=len(first_part)).astype(np.int64)
     fitted = PackedRun(
-        tokens=_joined([run.tokens[b:e] for b, e in bounds], run.tokens.dtype),
+        tokens=join_slices([run.tokens], slices),
         part_start=_starts(length),
         sample_ids=run.sample_ids[document],
         part_offset=offset,
-        is_target=None
-        if run.is_target is None
-        else _joined([run.is_target[b:e] for b, e in bounds], run.is_target.dtype),
+        is_target=None if run.is_target is None else join_slices([run.is_target], slices),
         sequence_start=_starts(per_sequence),
     )
     return _without_starts(fitted)
@@ -173,21 +171,17 @@ def _lists_of(name: str, column: Column, raw_dtype: np.dtype[Any] | None, first_
 def _end_to_end(lists: _Lists, rows: Int64Array, eos: int | None) -> tuple[Numbers, Int64Array]:
     """The numbers of rows end to end, ``eos`` after each if given, and int64[len(rows)] how many each has with it."""
     starts, lengths = lists.starts[rows], lists.lengths[rows]
-    bounds = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-    parts = [lists.values[begin:end] for begin, end in bounds]
+    slices = zip([0] * len(rows), starts.tolist(), (starts + lengths).tolist(), strict=True)
     itemsize = lists.dtype.itemsize if lists.dtype != lists.values.dtype else 1
     if eos is None:
-        return _joined(parts, lists.values.dtype).view(lists.dtype), lengths // itemsize
+        return join_slices([lists.values], slices).view(lists.dtype), lengths // itemsize
     if lists.dtype.kind in "iu" and eos > np.iinfo(lists.dtype).max:
         expected = f"at most {np.iinfo(lists.dtype).max}, which {lists.dtype} holds"
         raise DecodeError("eos_id does not fit the tokens' type", expected=expected, found=eos)
-    ended = [np.array([eos], lists.dtype).view(lists.values.dtype)] * (2 * len(parts))
-    ended[::2] = parts
-    return _joined(ended, lists.values.dtype).view(lists.dtype), lengths // itemsize + 1
-
-
-def _joined(parts: list[Numbers], dtype: np.dtype[Any]) -> Numbers:
-    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+    end = np.array([eos], lists.dtype).view(lists.values.dtype)
+    ended = [(1, 0, len(end))] * (2 * len(rows))
+    ended[::2] = slices
+    return join_slices([lists.values, end], ended).view(lists.dtype), lengths // itemsize + 1
 
 
 def _loss_mask(packing: Packing, rows: Rows, tokens: _Lists, kept: Int64Array, first_sample: int) -> BoolArray:

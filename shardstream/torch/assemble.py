@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shardstream.columns import Column, Rows
 from shardstream.errors import DecodeError, PlanError, ShardStreamError
-from shardstream.faults import is_of_data
+from shardstream.faults import is_of_data, rows_at_fault, take
 from shardstream.fetch import Fetched
 from shardstream.manifest import Manifest
-from shardstream.mixture_plan import AnyPlan
+from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.torch.collate import collate_samples, columns_to_torch, count_valid, mask_padding, rows_to_samples
 from shardstream.torch.mixed import Origin, origins
 
@@ -69,26 +69,41 @@ class Assembly:
         counts = any(not isinstance(target, str) for target in self.targets.values())
         return self.transform is not None or self.collate is not None or counts
 
-    def whole(self, rows: Rows, is_padding: Tensor) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def whole(
+        self, rows: Rows, is_padding: Tensor, num_targets: Tensor | None = None
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns what ``columns`` does for the rows of several batches at once, where no code of the user's is called.
+
+        Args:
+            rows: The rows.
+            is_padding: bool[n].
+            num_targets: int64[n], the valid targets of each row for all heads, where they are known.
 
         Raises:
             DecodeError: If a column cannot be a tensor.
         """
         columns: dict[str, Any] = dict(columns_to_torch(rows))
-        return columns, self.count_targets(columns, is_padding)
+        return columns, self.count_targets(columns, is_padding, num_targets)
 
     def columns(self, fetched: Fetched, plan: AnyPlan) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the columns of a batch, and for each head its valid targets: int64[b], 0 in padding rows.
 
         Raises:
-            DecodeError: If the transform failed, naming shard, row and sample id.
+            DecodeError: If a sample cannot be transformed or collated, naming shard, row and sample id.
         """
-        if self.takes_samples:
-            columns = self.of_samples(self.samples(fetched, plan), fetched.rows.columns)
-        else:
-            columns = self.of_rows(fetched.rows)
-        return columns, self.count_targets(columns, torch.from_numpy(fetched.batch.is_padding.copy()))
+        samples = self.samples(fetched, plan) if self.takes_samples else []
+
+        def made(chosen: Sequence[int]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+            columns = self.of_chosen(fetched.rows, samples, chosen)
+            return columns, self.count_targets(columns, torch.from_numpy(fetched.batch.is_padding[list(chosen)]))
+
+        try:
+            return made(range(len(fetched.sample_ids)))
+        except DecodeError as error:
+            origin = _origin_at_fault(fetched, plan, made)
+            if origin is None:
+                raise
+            raise DecodeError(f"sample {origin.sample_id}: {error}", url=origin.url, row=origin.row) from error
 
     @property
     def takes_samples(self) -> bool:
@@ -103,6 +118,13 @@ class Assembly:
         """Returns the columns of a batch, of its rows."""
         columns: dict[str, Any] = dict(columns_to_torch(rows))
         return columns if self.collate is None else dict(self.collate(columns))
+
+    def of_chosen(self, rows: Rows, samples: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
+        """Returns the columns that some rows of a batch make; of ``samples``, if this takes samples."""
+        if self.takes_samples:
+            return self.of_samples([_copy(samples[row]) for row in chosen], rows.columns)
+        are_all = list(chosen) == list(range(rows.num_rows))
+        return self.of_rows(rows if are_all else take(rows, chosen))
 
     def of_samples(self, samples: Sequence[Any], source: Mapping[str, Column]) -> dict[str, Any]:
         """Returns the columns of a batch, of its samples; ``source`` are the columns that they were made of."""
@@ -156,7 +178,9 @@ class Assembly:
             raise DecodeError(what, url=url, row=row, hint=hint if is_hinting else None)
         return result
 
-    def count_targets(self, columns: dict[str, Any], is_padding: Tensor) -> dict[str, Tensor]:
+    def count_targets(
+        self, columns: dict[str, Any], is_padding: Tensor, num_targets: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """Counts valid targets; label columns of padding rows are masked on the way, so that no loss sums them."""
         valid: dict[str, Tensor] = {}
         for head, target in self.targets.items():
@@ -168,7 +192,9 @@ class Assembly:
                     )
                 _refuse_missing(target, columns[target])
                 columns[target] = mask_padding(columns[target], is_padding, self.ignore_index)
-                counts = count_valid(columns[target], self.ignore_index, shifted=bool(self.shifted))
+                counts = num_targets
+                if counts is None:
+                    counts = count_valid(columns[target], self.ignore_index, shifted=bool(self.shifted))
             else:
                 counts = torch.as_tensor(target(columns)).to(torch.int64)
                 if counts.shape != is_padding.shape:
@@ -181,12 +207,27 @@ class Assembly:
         return valid
 
 
+def _origin_at_fault(fetched: Fetched, plan: AnyPlan, make: Callable[[Sequence[int]], Any]) -> Origin | None:
+    """The first sample of a batch that cannot be made by itself; None where no single one is to blame, or can be."""
+    if any(each.packed is not None for each in (plan.plans if isinstance(plan, MixturePlan) else (plan,))):
+        return None  # sequences are of several samples
+    found = rows_at_fault(range(len(fetched.sample_ids)), make)
+    if not found:
+        return None
+    return origins(plan, fetched.batch.epoch, fetched.batch.positions, fetched.sample_ids)[min(found)]
+
+
 def _refuse_missing(name: str, column: Any) -> None:
     """Refuses targets that some samples do not have; a list of other things is no column of targets at all."""
     if isinstance(column, list) and None in column:
         what = f"the targets {name!r} of a sample have no value (first: row {column.index(None)} of this batch)"
         hint = "fill them in transform=, or let it return None with on_error='mask'"
         raise DecodeError(what, expected="numbers", hint=hint)
+
+
+def _copy(sample: Any) -> Any:
+    """Collation may be tried again: it must not find what it made of a dict before."""
+    return dict(sample) if type(sample) is dict else sample
 
 
 def _without_own(sample: Any) -> Any:

@@ -100,7 +100,7 @@ def constant_targets(plan: AnyPlan, assembly: Assembly, place: Place) -> dict[st
     Returns:
         Head name → targets; None where they must be counted: with masks, in the last, partial window of an epoch.
     """
-    if assembly.collate is not None or not set(assembly.targets.values()) <= {LABELS}:
+    if not _follow_from_positions(assembly):
         return None
     first_epoch, first_position, *_ = place.pass_start
     begin = first_position + place.window_index * plan.global_batch
@@ -125,11 +125,53 @@ def _constant_of_mixture(plan: MixturePlan, assembly: Assembly, positions: Int64
     return heads | {f"{head}/{name}": num for head in assembly.targets for name, num in of_source.items()}
 
 
+def known_targets(
+    plan: AnyPlan, assembly: Assembly, sample_ids: Int64Array, source_index: Int64Array | None
+) -> Int64Array | None:
+    """Returns the targets of each sequence where they follow from its place on the line: none need be counted.
+
+    Args:
+        plan: The plan.
+        assembly: What is done to rows.
+        sample_ids: int64[n], places on the line.
+        source_index: int64[n], the source of each, in a mixture.
+
+    Returns:
+        int64[n]; None where they must be counted.
+    """
+    if not _follow_from_positions(assembly):
+        return None
+    if not isinstance(plan, MixturePlan):
+        return _targets_of(plan, sample_ids)
+    assert source_index is not None  # noqa: S101 - rows of a mixture have it
+    num_targets = np.zeros(len(sample_ids), np.int64)
+    for index, of_plan in enumerate(plan.plans):
+        rows = np.flatnonzero(source_index == index)
+        of_source = _targets_of(of_plan, sample_ids[rows])
+        if of_source is None:
+            return None
+        num_targets[rows] = of_source
+    return num_targets
+
+
+def _follow_from_positions(assembly: Assembly) -> bool:
+    """Whether all heads count labels as they were cut, and no token looks like one that does not count."""
+    only_labels = set(assembly.targets.values()) <= {LABELS}
+    return assembly.collate is None and only_labels and assembly.ignore_index < 0
+
+
 def _num_targets(plan: Plan, epoch: int, positions: Int64Array) -> int | None:
     """Targets of the sequences at positions; None if that does not follow from positions alone."""
+    if plan.packed is None or not plan.packed.packing.has_constant_targets:
+        return None
+    num_targets = _targets_of(plan, plan.sample_ids(epoch, positions))
+    return None if num_targets is None else int(num_targets.sum())
+
+
+def _targets_of(plan: Plan, places: Int64Array) -> Int64Array | None:
     packed = plan.packed
     if packed is None or not packed.packing.has_constant_targets:
         return None
-    num_missing = plan.num_positions * packed.packing.sequence_length - (packed.num_places - 1)
-    num_last = int(np.count_nonzero(plan.sample_ids(epoch, positions) == plan.num_positions - 1))
-    return len(positions) * packed.packing.sequence_length - num_last * num_missing
+    length = packed.packing.sequence_length
+    num_missing = plan.num_positions * length - (packed.num_places - 1)
+    return np.where(places == plan.num_positions - 1, length - num_missing, length)

@@ -23,6 +23,7 @@ from shardstream.torch.batch import Batch, Place
 from shardstream.torch.bundle import Bundle, Bundles, SingleBatches
 from shardstream.torch.masking import MaskingMaker, without_faults
 from shardstream.torch.mixed import by_source, source_names, without_source
+from shardstream.torch.packed import known_targets
 from shardstream.torch.start import PassId, SharedStart
 
 
@@ -248,8 +249,13 @@ class _BatchMaker:
         rows, documents = without_faults(rows)
         if documents is not None:
             return None
+        sources = None if source_index is None else source_index.numpy()
+        known = None
+        if self._masking is None:  # a masked document has no targets, also in sequences that it does not begin in
+            known = known_targets(self._plan, self._assembly, gathered.sample_ids, sources)
         try:
-            columns, valid_tokens = self._assembly.whole(rows, is_padding)
+            num_targets = None if known is None else torch.from_numpy(known)
+            columns, valid_tokens = self._assembly.whole(rows, is_padding, num_targets)
         except DecodeError:
             return None  # it is of one of the batches: those before it must come through
         return Bundle(

@@ -341,6 +341,14 @@ def test_masked_targets_are_counted(corpus):
     assert found == [int((batch["labels"] != -100).sum()) for batch in batches]
 
 
+def test_tokens_that_look_like_no_target_are_counted(corpus):
+    dataset = dataset_of(corpus, ignore_index=EOS)  # as in models whose end of text is their padding
+    batches = list(dataset)
+    assert all(dataset.constant_targets(batch.place) is None for batch in batches)
+    for batch in batches:
+        assert batch.valid_tokens["lm"].tolist() == (batch["labels"] != EOS).sum(1).tolist()
+
+
 # ------------------------------------------------------------------------------------------------ refusals
 
 
