@@ -30,7 +30,7 @@ TRIALS = {
     "soak-workers": ["tools/soak.py", "--micro-batches", "1000000", "--workers", "2", "--method", "fork"],
 }
 Report = dict[str, Any]
-_FUZZ_S = 60
+_FUZZ_S = 20
 
 
 def table(rows: list[tuple[object, ...]]) -> str:
