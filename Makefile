@@ -1,5 +1,5 @@
-# make venv | test | quick | demo | reliability | fmt | coverage | fuzz | bench | bench-scale | bench-peers | pins |
-# verify-pins.
+# make venv | test | quick | docs | demo | reliability | fmt | coverage | fuzz | bench | bench-scale | bench-peers |
+# minimum | dist | pins | verify-pins.
 # Every target sets up what it needs by itself.
 
 PYTHON ?= python3
@@ -10,11 +10,12 @@ STAMP  := $(VENV)/.installed
 OTHERS := $(VENV)/.frameworks-installed
 PINS   := tools/constraints.txt
 PEERS  := build/bench/venv
+APT    := env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o Dpkg::Use-Pty=0 chromium
 PEERS_PIP := $(PEERS)/bin/python -m pip --disable-pip-version-check -qq
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: emulators venv test quick lint fmt coverage demo reliability fuzz bench bench-scale bench-peers pins verify-pins clean
+.PHONY: browser emulators venv test quick docs dist minimum lint fmt coverage demo reliability fuzz bench bench-scale bench-peers pins verify-pins clean
 
 venv: $(STAMP)
 
@@ -38,7 +39,7 @@ $(OTHERS): $(STAMP)
 test: export OMP_NUM_THREADS := 1
 test: lint
 	python -m pytest -q -m "not rest" -n 2 --dist loadfile
-	@$(MAKE) --no-print-directory $(OTHERS)
+	@$(MAKE) --no-print-directory $(OTHERS) browser
 	python -m pytest -q -m rest
 
 # Without what is slow or starts several processes.
@@ -57,6 +58,25 @@ fmt: $(STAMP)
 coverage: $(STAMP)
 	python -m pytest -q --cov --cov-report=term
 
+# The site, from docs/ and docstrings, into build/site; broken links fail.
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 mkdocs build --strict -q
+
+# sdist and wheel, with the build backend that is pinned.
+dist: $(STAMP)
+	@python -m build --no-isolation
+
+# An environment with the lowest versions that pyproject.toml allows, and what is neither slow nor needs an extra.
+# torch 2.4 pulls gigabytes: TORCH=2.4.1 asks for it, where there are some.
+minimum: $(STAMP)
+	@test -x build/minimum/bin/python || $(PYTHON) -m venv build/minimum
+	@build/minimum/bin/python -m pip --disable-pip-version-check -qq install -c tools/minimum.txt \
+		torch==$(or $(TORCH),2.13.0) hatchling editables pytest pytest-timeout hypothesis pydantic pillow
+	@build/minimum/bin/python -m pip --disable-pip-version-check -qq install -c tools/minimum.txt --no-build-isolation -e .
+	@build/minimum/bin/shardstream --help > build/minimum/help.txt
+	build/minimum/bin/python -m pytest -q -p no:cacheprovider -m "not slow and not distributed and not rest" \
+		tests/test_*.py tests/formats tests/torch --ignore tests/test_stores.py
+
 demo: $(STAMP)
 	@python tools/demo.py
 
@@ -67,6 +87,12 @@ fuzz: $(STAMP)
 # A server that speaks Azure's protocol, for tests/test_stores.py, which goes without where it is missing. Needs npm.
 emulators:
 	npm install --no-audit --no-fund --prefix build/emulators azurite@3.37.0
+
+# Chromium, for tests/report/test_browser.py, where apt-get may install it: 0.4 GB and a minute. Else they are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	    echo "installing Chromium"; test "$$(id -u)" = 0 && { timeout 300 $(APT) || { apt-get update -qq && timeout 300 $(APT); }; }; \
+	} || echo "Chromium cannot be installed here: tests in a browser will be skipped"
 
 # Kills, cuts, failing stores, and a soak of hours; each alone: python -m tools.reliability --run chaos. Cuts need root.
 reliability: $(STAMP)

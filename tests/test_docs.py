@@ -27,7 +27,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 _DOCS = sorted((ROOT / "docs").rglob("*.md"))
 # Pages on frameworks are run on several ranks, after the suite: tests/frameworks.
-PAGES = [ROOT / "README.md", *(page for page in _DOCS if page.parent.name != "frameworks")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(page for page in _DOCS if page.parent.name != "frameworks")]
+REST = frozenset({"exercises", "from-webdataset", "from-mosaicml-streaming", "from-litdata", "from-hf-streaming"})
 RUNNABLE = frozenset({"python", "bash", "console"})
 MISNAMED = frozenset({"py", "python3", "pycon", "sh", "shell", "zsh", "shell-session"})  # would escape unseen
 SHELL_TIMEOUT_S = 240
@@ -146,7 +147,7 @@ def _shell(script: str, place: str, folder: Path) -> str:
 @pytest.fixture
 def clone(tmp_path, monkeypatch):
     """A working directory with what a reader in the root of a clone would use."""
-    for name in ("tools", "configs"):
+    for name in ("tools", "configs", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -154,7 +155,11 @@ def clone(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.rest] if page.stem in REST else []) for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_page(page, clone):
     unmarked = re.findall(r"^ *```(?:python|bash|console)$", page.read_text("utf-8"), re.MULTILINE)
     assert run_page(page, clone) == len(unmarked)
