@@ -202,11 +202,12 @@ def _denominators(name: str, head: str, totals: dict[int, int]) -> Figure:
         highs.append(max(numbers))
         rows.append((_name(here), round(means[-1], 2), lows[-1], highs[-1]))
     title = f"Denominators of {head}"
+    spread = (tuple(lows), tuple(highs)) if len(steps) > len(x) else None
     summary = (
         f"Each step's losses of {head} were divided by {shown(min(lows))} to {shown(max(highs))} valid targets, "
         f"{shown(sum(totals.values()) / len(steps))} on average, over {len(steps):,} steps."
     )
-    chart = Lines("step", "valid targets of all ranks", tuple(x), ((head, tuple(means)),), (tuple(lows), tuple(highs)))
+    chart = Lines("step", "valid targets of all ranks", tuple(x), ((head, tuple(means)),), spread)
     table = Table(f"{title}: numbers of the figure", ("steps", "mean", "lowest", "highest"), tuple(rows))
     return Figure(name, title, summary, chart, table)
 

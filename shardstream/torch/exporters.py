@@ -102,14 +102,17 @@ class _Readings:
 
 
 def export_to_prometheus(
-    loader: HasStats, registry: CollectorRegistry | None = None, *, labels: Mapping[str, str] | None = None
+    loaders: HasStats | Mapping[str, HasStats],
+    registry: CollectorRegistry | None = None,
+    *,
+    labels: Mapping[str, str] | None = None,
 ) -> Collector:
-    """Registers a loader's figures, which are read whenever Prometheus asks.
+    """Registers the figures of loaders, which are read whenever Prometheus asks. Once a registry.
 
     Args:
-        loader: The loader.
+        loaders: A loader; or several by name, which becomes the label ``loader``.
         registry: Where; by default ``prometheus_client.REGISTRY``.
-        labels: Of every figure, such as ``{"rank": "3"}``; loaders of one registry must differ in them.
+        labels: Of every figure, such as ``{"rank": "3"}``.
 
     Returns:
         What was registered: ``registry.unregister`` takes it.
@@ -123,18 +126,23 @@ def export_to_prometheus(
         from prometheus_client.registry import Collector
     except ImportError:
         raise _missing("prometheus_client", "prometheus") from None
-    names, values = list(labels or {}), [str(value) for value in (labels or {}).values()]
+    by_name = loaders if isinstance(loaders, Mapping) else {None: loaders}
+    names = [*(labels or {}), *(["loader"] if isinstance(loaders, Mapping) else [])]
+    readings = [
+        ([*map(str, (labels or {}).values()), *([] if name is None else [name])], _Readings(loader))
+        for name, loader in by_name.items()
+    ]
 
     class _Collector(Collector):
-        def __init__(self) -> None:
-            self._readings = _Readings(loader)
-
         def collect(self) -> Iterator[Any]:
-            for metric, value in self._readings.now():
-                family = CounterMetricFamily if metric.is_total else GaugeMetricFamily
-                made = family(metric.prometheus_name, metric.text, labels=names)
-                made.add_metric(values, value)
-                yield made
+            families: dict[str, Any] = {}
+            for values, of_loader in readings:
+                for metric, value in of_loader.now():
+                    family = CounterMetricFamily if metric.is_total else GaugeMetricFamily
+                    if metric.field not in families:
+                        families[metric.field] = family(metric.prometheus_name, metric.text, labels=names)
+                    families[metric.field].add_metric(values, value)
+            yield from families.values()
 
     collector = _Collector()
     (REGISTRY if registry is None else registry).register(collector)

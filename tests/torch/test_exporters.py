@@ -8,17 +8,18 @@ from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.parser import text_string_to_metric_families
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardstream.errors import PlanError
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology
 from shardstream.torch.exporters import METRICS, TensorBoardStats, export_to_opentelemetry, export_to_prometheus
 from shardstream.torch.stats import LoaderStats
 from tests.support.corpora import parquet_manifest
+
+metrics = pytest.importorskip("opentelemetry.sdk.metrics")
+metrics_export = pytest.importorskip("opentelemetry.sdk.metrics.export")
+prometheus = pytest.importorskip("prometheus_client")
+prometheus_parser = pytest.importorskip("prometheus_client.parser")
+tensorboard = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def loader(manifest):
 
 def scraped(port: int) -> dict[str, tuple[str, float, dict[str, str]]]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
-        families = list(text_string_to_metric_families(answer.read().decode()))
+        families = list(prometheus_parser.text_string_to_metric_families(answer.read().decode()))
     return {family.name: (family.type, family.samples[0].value, family.samples[0].labels) for family in families}
 
 
@@ -43,9 +44,9 @@ def test_every_figure_has_a_metric():
 
 
 def test_prometheus_scrapes_a_loop_that_runs(loader):
-    registry = CollectorRegistry()
+    registry = prometheus.CollectorRegistry()
     export_to_prometheus(loader, registry, labels={"rank": "3"})
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    server, thread = prometheus.start_http_server(0, addr="127.0.0.1", registry=registry)
     try:
         before = scraped(server.server_port)
         assert before["shardstream_samples"] == ("counter", 0, {"rank": "3"})
@@ -63,20 +64,23 @@ def test_prometheus_scrapes_a_loop_that_runs(loader):
     assert after["shardstream_read_amplification"][:2] == ("gauge", stats.read_amplification)
 
 
-def test_two_loaders_of_a_registry_differ_in_labels(loader):
-    registry = CollectorRegistry(auto_describe=False)
-    for name in ("train", "eval"):
-        export_to_prometheus(loader, registry, labels={"loader": name})
-    assert registry.get_sample_value("shardstream_batches_total", {"loader": "eval"}) == 0
-    first = export_to_prometheus(loader, registry, labels={"loader": "third"})
-    registry.unregister(first)
-    assert registry.get_sample_value("shardstream_batches_total", {"loader": "third"}) is None
+def test_several_loaders_by_name(loader, manifest):
+    other = StreamingLoader(StreamingDataset(manifest, batch_size=20, topology=Topology(0, 1)))
+    registry = prometheus.CollectorRegistry(auto_describe=True)  # as prometheus_client's own
+    collector = export_to_prometheus({"train": loader, "eval": other}, registry, labels={"rank": "1"})
+    next(iter(other))
+    for name, samples in (("train", 0), ("eval", 20)):
+        labels = {"rank": "1", "loader": name}
+        assert registry.get_sample_value("shardstream_samples_total", labels) == samples
+    assert prometheus.generate_latest(registry).decode().count("# TYPE shardstream_samples_total") == 1
+    registry.unregister(collector)
+    assert registry.get_sample_value("shardstream_samples_total", {"rank": "1", "loader": "eval"}) is None
 
 
 def test_totals_never_fall():
     stats = LoaderStats(1, 8, 0, None, 9, 1.0, 5.0, 1, 1, 1.0, 0, 0, 0, 0)
     given = [stats, replace(stats, held_s=2.0, read_amplification=0.5), replace(stats, held_s=6.0)]
-    registry = CollectorRegistry()
+    registry = prometheus.CollectorRegistry()
     export_to_prometheus(SimpleNamespace(stats=lambda: given[0]), registry)
     held = []
     while given:
@@ -86,13 +90,13 @@ def test_totals_never_fall():
 
 
 def test_opentelemetry(loader):
-    reader = InMemoryMetricReader()
-    provider = MeterProvider(metric_readers=[reader])
+    reader = metrics_export.InMemoryMetricReader()
+    provider = metrics.MeterProvider(metric_readers=[reader])
     export_to_opentelemetry(loader, provider.get_meter("test"), attributes={"rank": "0"})
     for _ in loader:
         pass
-    metrics = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
-    points = {metric.name: (metric.unit, metric.data.data_points[0]) for metric in metrics}
+    found = reader.get_metrics_data().resource_metrics[0].scope_metrics[0].metrics
+    points = {metric.name: (metric.unit, metric.data.data_points[0]) for metric in found}
     stats = loader.stats()
     unit, point = points["shardstream.samples"]
     assert (unit, point.value, dict(point.attributes)) == ("{sample}", 200, {"rank": "0"})
@@ -113,7 +117,7 @@ def test_tensorboard(loader, tmp_path):
         for step, _ in enumerate(loader, 1):
             if step % 10 == 0:
                 written.log(step)
-    events = EventAccumulator(str(tmp_path))
+    events = tensorboard.EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {
         f"data/{name}_per_s" for name in ("samples", "tokens", "bytes")
