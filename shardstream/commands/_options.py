@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 import click
@@ -75,6 +77,16 @@ engine = click.option(
     metavar="local|ray[:ADDRESS]|dask[:ADDRESS]",
     help="Whose workers do it: processes of this machine, or those of Ray or Dask, here or at an address.",
 )
+
+
+@contextmanager
+def workers_of(engine: str, num_workers: int | None) -> Iterator[Executor | None]:
+    """Gives the workers of ``--engine``; see ``executor_of``. What an engine prints goes to standard error."""
+    from shardstream.executors import executor_of
+
+    is_own = engine == "local"
+    with nullcontext() if is_own else redirect_stdout(sys.stderr), executor_of(engine, num_workers) as executor:
+        yield executor
 
 
 @contextmanager

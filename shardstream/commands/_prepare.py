@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardstream.commands._options import as_json, engine, print_json, storage_options, warnings_shown
+from shardstream.commands._options import as_json, engine, print_json, storage_options, warnings_shown, workers_of
 
 if TYPE_CHECKING:
     from shardstream.prepare import Outline, Prepared, PrepareProgress, Step
@@ -20,7 +20,13 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 INTERRUPTED = 130
 
 
-class Size(click.ParamType[int]):
+if TYPE_CHECKING:
+    _Param = click.ParamType[int]
+else:
+    _Param = click.ParamType  # generic since click 8.2
+
+
+class Size(_Param):
     """A number of bytes, with or without a unit of 1,024, of 1,024 squared, ...: ``256MiB``, ``1g``."""
 
     name = "size"
@@ -94,7 +100,6 @@ def run_prepare(
         click.UsageError: If options do not go together.
         click.exceptions.Exit: If it is interrupted.
     """
-    from shardstream.executors import executor_of
     from shardstream.prepare import Outline, PrepareSettings, outline, prepare
 
     quiet, is_json, is_dry = (options.pop(name) for name in ("quiet", "as_json", "dry_run"))
@@ -104,7 +109,7 @@ def run_prepare(
     try:
         with (
             warnings_shown(quiet=quiet) as shown,
-            executor_of(options.pop("engine"), options["num_workers"]) as executor,
+            workers_of(options.pop("engine"), options["num_workers"]) as executor,
             _progress(hidden=quiet) as progress,
         ):
             settings = PrepareSettings(progress=progress, executor=executor, **options, **more)

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._options import as_json, engine, pairs, print_json, storage_options, warnings_shown
+from shardstream.commands._options import (
+    as_json,
+    engine,
+    pairs,
+    print_json,
+    storage_options,
+    warnings_shown,
+    workers_of,
+)
 from shardstream.commands._tables import print_manifest, summary_of
 
 if TYPE_CHECKING:
@@ -60,7 +68,6 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
 
     If a shard cannot be used, all are looked at, every bad one is named, and nothing is written.
     """
-    from shardstream.executors import executor_of
     from shardstream.index import IndexSettings, build_manifest
 
     quiet, print_as_json, engine = (options.pop(name) for name in ("quiet", "as_json", "engine"))
@@ -70,7 +77,7 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
     given["checksum"] = options.pop("checksum") or None
     with (
         warnings_shown(quiet=quiet) as shown,
-        executor_of(engine, options["num_workers"]) as executor,
+        workers_of(engine, options["num_workers"]) as executor,
         _progress(hidden=quiet) as progress,
     ):
         settings = IndexSettings(progress=progress, executor=executor, **given)

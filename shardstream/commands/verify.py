@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._options import allow_url, as_json, engine, print_json, storage_options
+from shardstream.commands._options import allow_url, as_json, engine, print_json, storage_options, workers_of
 from shardstream.commands._tables import print_verdict, stdout
 
 if TYPE_CHECKING:
@@ -56,13 +56,12 @@ def verify(manifest_path: str, **options: Any) -> None:
     Exits with 1 if a shard is missing, unreadable, cut, or holds other bytes; each is named with its blocks.
     """
     from shardstream.errors import shown_url
-    from shardstream.executors import executor_of
     from shardstream.manifest import Manifest
     from shardstream.verify import verify_manifest
 
     quiet, print_as_json, allowed = options.pop("quiet"), options.pop("as_json"), options.pop("allow_url")
     manifest = Manifest.load(manifest_path, storage_options=options["storage_options"], allow_url=allowed)
-    workers = executor_of(options.pop("engine"), options["num_workers"])
+    workers = workers_of(options.pop("engine"), options["num_workers"])
     with workers as executor, _progress(hidden=quiet or print_as_json) as progress:
         try:
             report = verify_manifest(manifest, progress=progress, executor=executor, **options)
