@@ -641,3 +641,28 @@ def test_shards_and_manifest_in_s3(bucket, tmp_path):
     with pytest.raises(ManifestError, match="2 of 3 shards cannot be used") as caught:
         build_manifest(url + "/d/{2a,8,9}.parquet", storage_options=options, num_workers=0)
     assert all(f"{url}/d/{name}.parquet" in str(caught.value) for name in (8, 9))
+
+
+@pytest.mark.parametrize("link", ["file", "folder", "hard"])
+def test_one_file_under_two_names_is_said(tmp_path, link):
+    """Case C05: what comes twice is never silent."""
+    tar(tmp_path / "s" / "0.tar", [("a.txt", b"1")])
+    if link == "folder":
+        (tmp_path / "t").symlink_to(tmp_path / "s")
+    elif link == "file":
+        (tmp_path / "s" / "1.tar").symlink_to("0.tar")
+    else:
+        (tmp_path / "s" / "1.tar").hardlink_to(tmp_path / "s" / "0.tar")
+    shards = [tmp_path / "s", tmp_path / "t"] if link == "folder" else tmp_path
+    with pytest.warns(
+        ShardStreamWarning, match=r"1 shards are linked .* more than once .*0\.tar is .*s/0\.tar|1\.tar is"
+    ):
+        assert build_manifest(shards, num_workers=0).num_samples == 2
+
+
+def test_json_lines_without_a_byte_are_said(tmp_path):
+    """Cases C16 and C19: a filter may leave nothing; so may a download that broke off."""
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl").write_bytes(b'{"x": 1}\n')
+    with pytest.warns(ShardStreamWarning, match=r"empty \(0 bytes\): it counts 0 samples \[.*a\.jsonl\]"):
+        assert build_manifest(tmp_path, num_workers=0).num_samples == 1

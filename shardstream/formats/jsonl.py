@@ -99,7 +99,7 @@ class JsonLinesFormat:
                 "block_data_offset": blocks.data_offset,
                 **_counts(url, scanned, runs, options),
             },
-            warnings=(NO_WAY_IN,) if is_one_piece and np.any(blocks.rows > blocks.run_rows) else (),
+            warnings=_warnings(info.num_bytes, is_one_way=is_one_piece and bool(np.any(blocks.rows > blocks.run_rows))),
         )
 
     def ranges_of(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> list[ByteRange]:
@@ -172,6 +172,12 @@ class _Piece(NamedTuple):
     data: bytes
     offset: int
     num_lines_before: int
+
+
+def _warnings(num_bytes: int, *, is_one_way: bool) -> tuple[str, ...]:
+    if num_bytes == 0:  # of a shard that a filter left empty, or of one that was never written
+        return ("the shard is empty (0 bytes): it counts 0 samples",)
+    return (NO_WAY_IN,) if is_one_way else ()
 
 
 def _scan(

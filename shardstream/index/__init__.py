@@ -15,7 +15,7 @@ from shardstream import storage
 from shardstream.errors import ShardStreamWarning, shown_url
 from shardstream.formats import RUN_NUM_BYTES
 from shardstream.index._collect import Collected, IndexPlan, IndexProgress, index_options
-from shardstream.index._expand import NUM_SHOWN, Shards, expand_shards, find_shards, some
+from shardstream.index._expand import NUM_SHOWN, Shards, expand_shards, find_shards, same_files, some
 from shardstream.index._look import look_at_all
 from shardstream.index._merge import merge_manifests
 from shardstream.index._places import advice_of_places
@@ -123,7 +123,12 @@ def build_manifest(
         return collected.finish()
 
     manifest = write_manifest(fill, output, overwrite=overwrite, storage_options=options)
-    for text in [*_grouped(collected.warnings), *advice(manifest), *advice_of_places(manifest)]:
+    for text in [
+        *_grouped(collected.warnings),
+        *same_files(found.urls),
+        *advice(manifest),
+        *advice_of_places(manifest),
+    ]:
         warnings.warn(text, ShardStreamWarning, stacklevel=2)
     return manifest
 

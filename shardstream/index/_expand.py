@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from braceexpand import braceexpand
@@ -217,6 +218,29 @@ def check_names(shards: Sequence[str]) -> None:
         raise ManifestError("shards are named more than once", found=some(twice), hint="name each once")
     for shard in shards:
         _check_name(shard)
+
+
+def same_files(shards: Iterable[str]) -> list[str]:
+    """Returns, as sentences, which local shards are one file under several names: through a link, or a linked folder.
+
+    It is no error, for some repeat shards like this on purpose.
+    """
+    first: dict[tuple[int, int], str] = {}
+    again: list[str] = []
+    for shard in shards:
+        path = storage.local_path(shard)
+        if path is None:
+            continue
+        try:
+            file = Path(path).stat()
+        except OSError:
+            continue  # indexing says what is wrong with it
+        other = first.setdefault((file.st_dev, file.st_ino), shard) if file.st_ino else shard
+        if other != shard:
+            again.append(f"{shard} is {other}")
+    if not again:
+        return []
+    return [f"{len(again)} shards are linked to others, so that samples come more than once in an epoch: {some(again)}"]
 
 
 def _check_name(shard: str) -> None:

@@ -147,6 +147,8 @@ def _stacked(name: str, values: list[Any], source: Column | None) -> TorchColumn
         return _stacked_numbers(values, source)
     if not present or not all(isinstance(value, Tensor | np.ndarray) for value in present):
         return values
+    if isinstance(source, Dense) and source.values.dtype.kind in _FAMILIES:  # lists of a fixed size
+        _refuse_nulls(name, [value is None for value in values])
     arrays = [_tensor(value) if isinstance(value, np.ndarray) else value for value in present]
     is_list = isinstance(source, Slices) and source.kind == "list"
     is_flat = all(array.ndim == 1 for array in arrays)

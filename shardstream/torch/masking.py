@@ -19,7 +19,7 @@ from torch import Tensor
 from shardstream.columns import Objects, Rows
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, shown_url
-from shardstream.faults import is_of_data, rows_at_fault, stand_ins, take
+from shardstream.faults import is_of_data, rows_at_fault, stand_ins
 from shardstream.fetch import Fetched, Reading, fetch
 from shardstream.manifest import Manifest
 from shardstream.mixture_layout import layout_of
@@ -117,11 +117,7 @@ class MaskingMaker:
         samples = assembly.samples(fetched, self._plan, faults) if assembly.takes_samples else []
 
         def make(chosen: Sequence[int]) -> _Columns:
-            if assembly.takes_samples:
-                columns = assembly.of_samples([_copy(samples[row]) for row in chosen], rows.columns)
-            else:
-                are_all = list(chosen) == list(range(rows.num_rows))
-                columns = assembly.of_rows(rows if are_all else take(rows, chosen))
+            columns = assembly.of_chosen(rows, samples, chosen)
             assembly.count_targets(dict(columns), torch.zeros(len(chosen), dtype=torch.bool))
             return columns
 
@@ -169,11 +165,6 @@ def _batches(epoch: int, num_positions: int) -> Iterator[PlannedBatch]:
         positions = np.arange(begin, min(begin + _TRIED_TOGETHER, num_positions))
         is_padding: BoolArray = np.zeros(len(positions), np.bool_)
         yield PlannedBatch(0, epoch, begin, 0, 0, positions, is_padding, is_last_in_window=True, is_last_in_epoch=False)
-
-
-def _copy(sample: Any) -> Any:
-    """Collation may be tried again: it must not find what it made of a dict before."""
-    return dict(sample) if type(sample) is dict else sample
 
 
 class _Names:

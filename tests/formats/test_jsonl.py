@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardstream.errors import DecodeError, ManifestError
+from shardstream.errors import DecodeError, ManifestError, ShardStreamWarning
 from shardstream.formats import IndexOptions
 from shardstream.index import build_manifest
 from tests.formats.conformance import FormatTests, Row, counts_of, indexed, read_all
@@ -118,7 +118,8 @@ def test_shards_with_other_fields_make_one_schema(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1, "m": {"a": 1}}\n')
     (tmp_path / "b.jsonl").write_text("")
     (tmp_path / "c.ndjson").write_text('{"x": 0.5, "y": "t", "m": {"b": "q"}}\n')
-    manifest = build_manifest(tmp_path)
+    with pytest.warns(ShardStreamWarning, match=r"b\.jsonl"):
+        manifest = build_manifest(tmp_path)
     assert [(c.name, c.type, c.num_missing) for c in manifest.columns][:3] == [
         ("x", "double", 0),
         ("m", "struct<a: int64, b: string>", 0),

@@ -421,3 +421,17 @@ def test_the_first_worker_of_a_plain_data_loader_says_what_reading_costs(corpus)
     loader = loader_of("plain", dataset_of(corpus, shuffle="full"), 2)
     with pytest.raises(ShardStreamWarning, match=r"worker process 0(?s:.*)'full' opens each block about 5.5 times"):
         list(loader)  # warnings are errors here, and come through from a worker
+
+
+@pytest.mark.parametrize("keep", [None, dict], ids=["columns", "transform"])
+@pytest.mark.parametrize(
+    "column",
+    [pa.array([[1, 2], None, [5, 6]], pa.list_(pa.int32(), 2)), pa.array([1, None, 3])],
+    ids=["pair", "number"],
+)
+def test_a_number_that_is_missing_is_an_error_that_names_shard_row_and_column(tmp_path, column, keep):
+    """Case C28."""
+    pq.write_table(pa.table({"uid": [0, 1, 2], "sparse": column}), tmp_path / "holes.parquet")
+    dataset = dataset_of(manifest_of_files([tmp_path / "holes.parquet"]), shuffle=False, transform=keep)
+    with pytest.raises(DecodeError, match=r"sample 1: column 'sparse' has no value.*holes\.parquet, row 1\]"):
+        list(dataset)
