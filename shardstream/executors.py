@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 from shardstream.errors import PlanError, shown_url
@@ -111,6 +112,7 @@ def _dask(address: str | None, num_workers: int) -> Iterator[Executor]:
         raise _not_installed("dask", error) from error
     where: dict[str, Any] = {"address": address}
     if address is None:
+        resource_tracker.ensure_running()  # later it would let interrupts through
         with interrupts_held():
             where["address"] = LocalCluster(
                 n_workers=num_workers,
