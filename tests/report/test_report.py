@@ -11,9 +11,11 @@ from click.testing import CliRunner
 
 from shardstream.audit import audit
 from shardstream.cli import main
+from shardstream.consumed import ConsumedLog
+from shardstream.errors import ShardStreamWarning
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
-from shardstream.mixture_plan import MixturePlan
+from shardstream.mixture_plan import MixturePlan, logged_ids
 from shardstream.packing import Packing
 from shardstream.plan import Plan
 from shardstream.report import Figure, HeatMap, report_on_mixture, report_on_plan
@@ -190,6 +192,30 @@ def test_a_mixture(manifest):
     assert "web 75 %" in shares.summary
     assert [section.title for section in report.sections] == ["Mixture", "Data of <b>code</b>", "Data of web"]
     assert "<b>" not in report.to_html()
+
+
+def test_a_run_on_a_mixture(manifest, tmp_path):
+    plan = MixturePlan.make(Mixture({"web": (manifest, 3), "code": (manifest, 1)}), batch_size=4, world_size=2)
+    for rank in range(2):
+        with ConsumedLog(tmp_path, rank, 2, 0, plan.cursor(), plan) as log:
+            for window in range(5):
+                mine = plan.windows(window * 8, 1)[0].reshape(2, -1)[rank]
+                place = {"epoch": 0, "position": window * 8}
+                log.window(**place, ids=logged_ids(plan, mine), targets={"lm": (30, 10 * (rank + 1))})
+    report = report_on_mixture(plan, ledger=tmp_path)
+    assert report.holds, report.violations
+    assert figures_of(report)["run-targets-0"].table.rows == ((0, 50, 33.33), (1, 100, 66.67))
+    coverage = next(section for section in report.sections if section.name == "coverage")
+    assert dict(coverage.tables[0].rows) == pytest.approx({"web": 0.3, "code": 0.1})
+    assert "The ledger has no times" in report.to_html()
+
+
+@pytest.mark.parametrize("world_size", [1, 4000])
+def test_a_plan_without_steps(world_size):
+    manifest = Manifest.synthetic(num_shards=1, blocks_per_shard=1, rows_per_block=5)
+    with pytest.warns(ShardStreamWarning, match="leaves no step"):
+        plan = Plan.make(manifest, batch_size=8, world_size=world_size, lanes=world_size, tail="drop")
+    assert "There is no step to show" in report_on_plan(plan).to_html()
 
 
 # ---------------------------------------------------------------------------------------------------------- the page
