@@ -48,14 +48,14 @@ def without_holes(rows: Rows, first_sample: int, packing: Packing) -> tuple[Rows
         rows = replace(rows, columns={**rows.columns, packing.column: _lists(filled)})
     if mask_name is not None:
         lengths = _lengths(rows.columns[packing.column], packing.tokens_dtype)
-        found = _lengths(rows.columns[mask_name], "uint8")
-        wrong = np.flatnonzero(lengths != found)
+        mask = _slices_of(rows.columns[mask_name])
+        wrong = np.flatnonzero(lengths != mask.lengths)
         for row in wrong.tolist():
             what = f"the loss mask {mask_name!r} of sample {first_sample + row} needs one number a token"
-            error = DecodeError(what, expected=int(lengths[row]), found=int(found[row]))
+            error = DecodeError(what, expected=int(lengths[row]), found=int(mask.lengths[row]))
             faults.setdefault(first_sample + row, error)
         if len(wrong):
-            rows = replace(rows, columns={**rows.columns, mask_name: _zeros(lengths)})
+            rows = replace(rows, columns={**rows.columns, mask_name: _with_zeros(mask, wrong, lengths)})
     return rows, faults
 
 
@@ -132,5 +132,20 @@ def _lists(values: Sequence[Sequence[int] | None]) -> Slices:
     return Slices(joined, np.cumsum(lengths) - lengths, lengths, "list", nulls if nulls.any() else None)
 
 
-def _zeros(lengths: Int64Array) -> Slices:
-    return Slices(np.zeros(int(lengths.sum()), np.uint8), np.cumsum(lengths) - lengths, lengths, "list")
+def _slices_of(column: Column) -> Slices:
+    """A column of lists of numbers; nulls in lists become zeros."""
+    if isinstance(column, Slices):
+        return column
+    if isinstance(column, Objects):
+        return _lists([None if value is None else [number or 0 for number in value] for value in column.values])
+    num_rows, size = column.values.shape
+    lengths = np.full(num_rows, size, np.int64) if column.nulls is None else np.where(column.nulls, 0, size)
+    return Slices(column.values.reshape(-1), np.arange(num_rows) * size, lengths, "list", column.nulls)
+
+
+def _with_zeros(column: Slices, rows: Int64Array, lengths: Int64Array) -> Slices:
+    """The column with as many zeros in some rows as ``lengths`` says."""
+    values = np.concatenate((column.values, np.zeros(int(lengths[rows].max()), column.values.dtype)))
+    starts = column.starts.copy()
+    starts[rows] = len(column.values)
+    return replace(column, values=values, starts=starts, lengths=lengths, nulls=None)
