@@ -24,6 +24,7 @@ from shardstream.errors import ManifestError, ShardStreamWarning
 from shardstream.index import IndexSettings, advice, build_manifest, expand_shards
 from shardstream.index._schemas import unify, whole_type
 from shardstream.manifest import Manifest
+from tests.support.served import served
 
 
 def parquet(path, columns=None, rows=4, **options):
@@ -666,3 +667,18 @@ def test_json_lines_without_a_byte_are_said(tmp_path):
     (tmp_path / "b.jsonl").write_bytes(b'{"x": 1}\n')
     with pytest.warns(ShardStreamWarning, match=r"empty \(0 bytes\): it counts 0 samples \[.*a\.jsonl\]"):
         assert build_manifest(tmp_path, num_workers=0).num_samples == 1
+
+
+def test_a_store_that_tells_nothing_but_sizes_is_said_and_updates_read_its_shards(tmp_path):
+    """Case C42: a shard that was rewritten at the same size must not be taken for the old one."""
+    for number in range(2):
+        parquet(tmp_path / f"{number}.parquet", pa.table({"x": [number]}))
+    with served(tmp_path, tells_versions=False) as address:
+        shards = [f"{address}/{number}.parquet" for number in range(2)]
+        with pytest.warns(ShardStreamWarning, match=r"neither an etag nor .* of 2 shards.*0\.parquet, .*1\.parquet"):
+            old = build_manifest(shards, tmp_path / "old", num_workers=0)
+        parquet(tmp_path / "1.parquet", pa.table({"x": [7]}))
+        with pytest.warns(ShardStreamWarning, match="neither an etag"):
+            new = build_manifest(shards, num_workers=0, update=old)
+    assert new.num_bytes.tolist() == old.num_bytes.tolist()
+    assert [new.digests[shard] == old.digests[shard] for shard in range(2)] == [True, False]

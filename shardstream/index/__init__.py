@@ -126,11 +126,27 @@ def build_manifest(
     for text in [
         *_grouped(collected.warnings),
         *same_files(found.urls),
+        *_untold(manifest),
         *advice(manifest),
         *advice_of_places(manifest),
     ]:
         warnings.warn(text, ShardStreamWarning, stacklevel=2)
     return manifest
+
+
+def _untold(manifest: Manifest) -> list[str]:
+    """Shards of stores that say nothing of a file but its size."""
+    sizes = manifest.num_bytes.tolist()
+    tagged = zip(manifest.urls, manifest.version_tags, sizes, strict=True)
+    untold = [url for url, tag, num_bytes in tagged if not storage.tells_versions(tag, num_bytes)]
+    if not untold:
+        return []
+    text = (
+        f"the store tells neither an etag nor a time of change of {len(untold)} shards: if one is replaced by another "
+        "of the same size, reading does not notice (index with --checksum, and `shardstream verify` does) "
+        f"[{some(untold)}]"
+    )
+    return [text]
 
 
 def advice(manifest: Manifest) -> list[str]:

@@ -57,8 +57,10 @@ class Look:
 
     def find(self) -> ShardIndex | Unchanged:
         """Indexes the shard."""
-        if self.known_tag is not None and storage.stat(self.url, self.storage_options).version_tag == self.known_tag:
-            return Unchanged()
+        if self.known_tag is not None:
+            info = storage.stat(self.url, self.storage_options)
+            if info.version_tag == self.known_tag and storage.tells_versions(info.version_tag, info.num_bytes):
+                return Unchanged()
         format_ = format_of(self.url)
         if self.options.checksum:
             return indexed_with_checksums(format_, self.url, self.options, self.storage_options)

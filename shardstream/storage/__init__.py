@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from shardstream.storage._listing import kind_of, list_files, list_matches
 from shardstream.storage._locations import absolute, common_root, folder_of, is_chain, local_path, path_below
-from shardstream.storage._reads import FileInfo, open_source, read_range, read_tail, read_versioned, stat, whole
+from shardstream.storage._reads import (
+    FileInfo,
+    open_source,
+    read_range,
+    read_tail,
+    read_versioned,
+    stat,
+    tells_versions,
+    whole,
+)
 from shardstream.storage._systems import file_system
 from shardstream.storage._writes import write_atomic
 
@@ -29,6 +38,7 @@ __all__ = [
     "read_tail",
     "read_versioned",
     "stat",
+    "tells_versions",
     "whole",
     "write_atomic",
 ]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 STREAM_NUM_BYTES = 8 << 20  # one request of a file that is read front to back
 
-_TAG_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum", "blob_id")
+_TAG_KEYS = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum", "blob_id", "CRC")
 _TIME_KEYS = ("mtime", "LastModified", "Last-Modified", "last_modified", "modified", "created")
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _BEYOND_THE_END = HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE
@@ -336,6 +336,16 @@ def whole(data: bytes, url: str, start: int, end: int) -> bytes:
         "the file is cut" if len(data) < end - start else "the server ignores byte ranges; use one that supports them"
     )
     raise ReadError(f"bytes {start} to {end} cannot be read", url=url, expected=end - start, found=len(data), hint=hint)
+
+
+def tells_versions(version_tag: str, num_bytes: int) -> bool:
+    """Whether a version tag says more of a file than its size, so that it tells one of the same size.
+
+    Example:
+        >>> tells_versions(_version_tag({"size": 7}), 7), tells_versions(_version_tag({"size": 7, "mtime": 1}), 7)
+        (False, True)
+    """
+    return version_tag != _version_tag({"size": num_bytes})
 
 
 def _version_tag(info: Mapping[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import re
 import threading
@@ -28,6 +29,8 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
         self.send_response(206 if "Range" in self.headers else 200)
         self.send_header("Content-Range", f"bytes {start}-{start + len(part) - 1}/{len(data)}")
         self.send_header("Accept-Ranges", "bytes")
+        if self.server.tells_versions:  # type: ignore[attr-defined]
+            self.send_header("ETag", f'"{hashlib.blake2b(data, digest_size=8).hexdigest()}"')
         self.send_header("Content-Length", str(len(part)))
         self.end_headers()
         self.wfile.write(part if self.command == "GET" else b"")
@@ -37,10 +40,10 @@ class _Ranges(http.server.BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path, *, tells_versions: bool = True) -> Iterator[str]:
     """Serves a folder; gives the address, without a slash at its end."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Ranges) as server:
-        server.folder = folder  # type: ignore[attr-defined]
+        server.folder, server.tells_versions = folder, tells_versions  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
