@@ -6,13 +6,18 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
 from shardstream.cli import main
-from shardstream.errors import PlanError
+from shardstream.errors import PlanError, ReadError
 from shardstream.executors import executor_of, parse_engine
+from shardstream.prepare import PrepareSettings, prepare
+from shardstream.prepare.work import write_parts
 from tests.support.frameworks import needs
 
 
@@ -38,6 +43,26 @@ def test_an_engine_that_is_not_installed_says_how_to(engine, module, monkeypatch
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(PlanError, match=rf"not installed.*pip install 'shardstream\[{engine}\]'"), executor_of(engine):
         pass
+
+
+class Losing(ThreadPoolExecutor):
+    """An executor with an error of its own for a worker that was lost."""
+
+    def submit(self, fn, /, *args, **kwargs):
+        done = super().submit(fn, *args, **kwargs)
+        lost = Future()
+        lost.set_exception(KeyError("worker lost"))
+        return lost if args[0] is write_parts and args[2][0].index == 1 else done
+
+
+def test_what_a_lost_worker_left_is_done_by_the_next_run(tmp_path):
+    pq.write_table(pa.table({"x": range(300)}), tmp_path / "a.parquet", row_group_size=50)
+    options = {"shard_num_bytes": 500, "shuffle": True}
+    with Losing(1) as executor, pytest.raises(ReadError, match=r"writing shards died.*worker lost.*stays done"):
+        prepare([tmp_path / "a.parquet"], tmp_path / "out", settings=PrepareSettings(executor=executor, **options))
+    done = prepare([tmp_path / "a.parquet"], tmp_path / "out", settings=PrepareSettings(num_workers=0, **options))
+    assert done.num_resumed > 0
+    assert done.manifest.num_samples == 300
 
 
 @pytest.mark.rest
