@@ -159,6 +159,16 @@ class Mixture:
         return tuple(eras)
 
 
+def is_mixture(path: str | os.PathLike[str] | None) -> bool:
+    """Returns whether a file is a mixture's, by its suffix.
+
+    Example:
+        >>> is_mixture("mixture.yaml"), is_mixture("corpus.manifest.parquet")
+        (True, False)
+    """
+    return path is not None and os.fspath(path).endswith((".yaml", ".yml"))
+
+
 class Era(NamedTuple):
     """A stretch of the stream with the same weights and the same global batch."""
 

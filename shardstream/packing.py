@@ -21,7 +21,7 @@ from shardstream.permutation import Int64Array
 
 PackingMode: TypeAlias = Literal["tokens", "whole", "unpacked"]
 
-_NO_COUNTS = "index the shards again with `shardstream index --tokens-column {column}`"
+_NO_COUNTS = "index the shards again with `shardstream index --tokens-column {column}{more}`"
 _NO_TOKENS = (
     "how many tokens there are must be known beforehand: write text as a column of token lists first "
     "(`shardstream tokenize`)"
@@ -142,7 +142,8 @@ class Packed:
             PlanError: If the manifest counted another column, type or sequences; it names the way out.
             ManifestError: If the counts are damaged.
         """
-        lists, hint = manifest.lists, _NO_COUNTS.format(column=packing.column)
+        lists, more = manifest.lists, "" if packing.is_line else f" --pack {packing.sequence_length}"
+        hint = _NO_COUNTS.format(column=packing.column, more=more)
         if manifest.tokens_column != packing.column or lists is None or "run_num_tokens" not in lists.names:
             found = "no token counts" if manifest.tokens_column is None else f"counts of {manifest.tokens_column!r}"
             raise PlanError(
@@ -164,7 +165,7 @@ class Packed:
                     f"packing={packing.mode!r} needs the number of sequences of each run",
                     expected=names[0],
                     found=", ".join(counted) or "none",
-                    hint=f"{hint} --pack {packing.sequence_length}",
+                    hint=hint,
                 )
         else:
             names = ["run_num_tokens", *["run_num_documents"] * has_eos]

@@ -95,6 +95,19 @@ def test_when_a_source_will_have_had_so_many(weights, global_batch, count):
         assert position == 0 or mixed.counts(np.array([position - global_batch]))[0, source] < count
 
 
+@settings(max_examples=6)
+@given(weights=some_weights, global_batch=st.sampled_from([20_000, 40_000, 70_000]))
+def test_behind_its_last_window_a_table_begins_again(weights, global_batch):
+    change = 5 * global_batch
+    mixed = Shares(mixture(weights, [(change, weights[::-1])]).eras(global_batch))
+    tables = [np.diff(window_table(tuple(map(float, each)), global_batch), axis=0) for each in (weights, weights[::-1])]
+    is_one = len(mixed.eras) == 1
+    by_hand = [tables[0][w % len(tables[0])] for w in range(12 if is_one else 5)]
+    by_hand += [] if is_one else [tables[1][w % len(tables[1])] for w in range(7)]
+    counts = mixed.counts(np.arange(13) * global_batch)
+    assert np.diff(counts, axis=0).tolist() == np.array(by_hand).tolist()
+
+
 def test_far_away_costs_nothing():
     mixed = Shares(mixture([7, 2, 1]).eras(512))
     position = 512 * 10**12

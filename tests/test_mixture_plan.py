@@ -49,7 +49,7 @@ def consumed(plan, start, num_windows, num_workers=1):
 TOPOLOGIES = [(1, 24, 1), (2, 3, 4), (3, 8, 1), (4, 2, 3), (6, 1, 4), (8, 3, 1)]
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(("world_size", "batch_size", "accumulate"), TOPOLOGIES)
 def test_windows_are_the_same_for_every_topology(world_size, batch_size, accumulate, num_workers):
     reference = plan_of()

@@ -20,11 +20,6 @@ _PLAN_OPTIONS = ("world_size", "batch_size", "global_batch", "accumulate", "seed
 _OTHERS = ("lanes", "tail", "epochs", "label", "with_trace")
 
 
-def is_mixture(path: str | None) -> bool:
-    """Whether a file is a mixture's, by its suffix."""
-    return path is not None and path.endswith((".yaml", ".yml"))
-
-
 def audit_mixture_file(ctx: click.Context, options: dict[str, Any], warnings: list[str]) -> bool:
     """Audits a mixture, or the logs of a run on it, and prints what was found.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardstream.commands._ledger import audit_ledger, print_counts
-from shardstream.commands._mixture import audit_mixture_file, is_mixture
+from shardstream.commands._mixture import audit_mixture_file
 from shardstream.commands._options import print_json, warnings_shown
 from shardstream.commands._plan import check_plan_options, manifest_of, plan_of, plan_options
 from shardstream.commands._tables import print_verdict, stdout, table
@@ -41,6 +41,8 @@ def audit(ctx: click.Context, /, **options: Any) -> None:
 
     With --consumed, prove it from the logs of a run. Exit code 1 if anything is violated.
     """
+    from shardstream.mixing import is_mixture
+
     check_plan_options(options)
     if options["consumed"] and options["ledger"]:
         raise click.UsageError("give either --consumed or --ledger")

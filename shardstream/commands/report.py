@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardstream.commands._mixture import is_mixture, mixture_of, mixture_plan_of
+from shardstream.commands._mixture import mixture_of, mixture_plan_of
 from shardstream.commands._options import print_json, warnings_shown
 from shardstream.commands._plan import check_plan_options, plan_of, plan_options
 
@@ -45,6 +45,7 @@ def report(ctx: click.Context, /, **options: Any) -> None:
 
 
 def _report(ctx: click.Context, options: dict[str, Any]) -> Report:
+    from shardstream.mixing import is_mixture
     from shardstream.report import report_on_mixture, report_on_plan
 
     common = {"num_workers": options["num_workers"], "ledger": options["ledger"]}

@@ -16,7 +16,7 @@ from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, PlanError, ShardStreamWarning
 from shardstream.fetch import Reading, ReadStats
 from shardstream.manifest import AllowUrl, Manifest
-from shardstream.mixing import Mixture
+from shardstream.mixing import Mixture, is_mixture
 from shardstream.mixture_layout import manifests_of, shared_columns
 from shardstream.mixture_plan import AnyPlan
 from shardstream.order import Shuffle
@@ -46,7 +46,7 @@ class StreamingDataset(IterableDataset[Batch]):
     is followed by the next epoch, one that was left is begun again. Call ``set_epoch`` between passes, not in one.
 
     Args:
-        manifest: A manifest, or where it lies; or a ``Mixture`` of several.
+        manifest: A manifest, or where it lies; or a ``Mixture`` of several, or its YAML file.
         batch_size: Samples of a micro-batch (one rank, one forward).
         global_batch: Samples of one optimizer step over all ranks; ``world size x batch_size x accumulate``.
         accumulate: Micro-batches of a rank in a step, as the other way to give the global batch.
@@ -119,7 +119,8 @@ class StreamingDataset(IterableDataset[Batch]):
     ) -> None:
         super().__init__()
         if not isinstance(manifest, (Manifest, Mixture)):
-            manifest = Manifest.load(manifest, allow_url=allow_url)
+            load = Mixture.load if is_mixture(manifest) else Manifest.load
+            manifest = load(manifest, allow_url=allow_url)
         self.data = manifest
         self.columns = None if columns is None else tuple(columns)
         self.reading = reading or Reading()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from itertools import islice
 
@@ -112,6 +113,17 @@ def test_every_window_is_the_same_for_every_topology(sources, world_size, accumu
     for window in expected:
         assert [name for name, _, _ in window].count("code") == 3
         assert all(tokens == tokens_of(uid) for _, uid, tokens in window)
+
+
+def test_a_mixture_may_be_given_as_its_file(sources, tmp_path):
+    settings = {"sources": {}}
+    for name, (manifest, weight) in sources.items():
+        manifest.save(tmp_path / f"{name}.manifest.parquet")
+        settings["sources"][name] = {"manifest": str(tmp_path / f"{name}.manifest.parquet"), "weight": weight}
+    path = tmp_path / "mixture.yaml"
+    path.write_text(json.dumps(settings))  # which is YAML, too
+    read = StreamingDataset(path, batch_size=G, seed=5, topology=Topology(0, 1))
+    assert rows_of(next(iter(read))) == rows_of(next(iter(dataset_of(sources))))
 
 
 def test_a_resume_elsewhere_goes_on_with_the_same_windows(sources):

@@ -105,7 +105,7 @@ def test_every_global_batch_is_the_same_at_any_world_size(corpus, world_size):
     assert targets == num_tokens - 1
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 5])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_change_nothing(corpus, num_workers):
     alone, expected = dataset_of(corpus, 1, 2, accumulate=3), []
@@ -367,7 +367,10 @@ def test_tokens_that_look_like_no_target_are_counted(corpus):
         ({"columns": ["input_ids"]}, "no column 'labels'"),
         ({"targets": {"lm": "tokens"}}, "no column 'tokens'"),
         ({"tokens_column": "mask"}, "--tokens-column mask"),
-        ({"sequence_length": 7, "packing": "whole"}, r"expected sequences.7\+eos.*--pack 7"),
+        (
+            {"sequence_length": 7, "packing": "whole"},
+            r"expected sequences.7\+eos.*`shardstream index --tokens-column tokens --pack 7`",
+        ),
         (
             {"sequence_length": None, "eos_id": None, "packing": Packing(4, tokens_dtype="uint16")},
             "counted as another type",
