@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from shardstream.commands._options import as_json, engine, print_json, storage_options, warnings_shown, workers_of
+from shardstream.commands._options import (
+    allow_url,
+    as_json,
+    engine,
+    print_json,
+    storage_options,
+    warnings_shown,
+    workers_of,
+)
 
 if TYPE_CHECKING:
     from shardstream.prepare import Outline, Prepared, PrepareProgress, Step
@@ -72,6 +80,7 @@ _OPTIONS = (
     engine,
     click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing."),
     storage_options,
+    allow_url,
     as_json,
     click.option("-q", "--quiet", is_flag=True, help="Print errors only."),
 )  # fmt: skip

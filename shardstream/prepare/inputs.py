@@ -43,11 +43,12 @@ def find_input(inputs: Sequence[str | os.PathLike[str]], output: str, settings: 
 
     Raises:
         PlanError: If the output lies among the inputs.
+        ManifestError: If inputs cannot be used, or a manifest names shards elsewhere that are not allowed.
     """
     names = [os.fspath(name) for name in inputs]
     options = dict(settings.storage_options)
     if len(names) == 1 and names[0].endswith(_MANIFEST_NAMES):
-        manifest = load_manifest(names[0], storage_options=options, allow_url="*")
+        manifest = load_manifest(names[0], storage_options=options, allow_url=settings.allow_url)
     else:
         tell = settings.progress
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardstream.errors import PlanError
-from shardstream.manifest import Manifest
+from shardstream.manifest import AllowUrl, Manifest
 from shardstream.prepare.journal import PartRecord
 from shardstream.prepare.pilot import Measured
 from shardstream.prepare.writers import OUTPUT_FORMATS, Shape
@@ -57,6 +57,7 @@ class PrepareSettings:
         manifest: Where the manifest of the output is written; None: ``manifest.parquet`` in it.
         pack: With tokens: sequence lengths that the manifest counts sequences of; see ``build_manifest``.
         storage_options: Given to fsspec, for input and output.
+        allow_url: Shards elsewhere that an input manifest may name; see ``Manifest.load``.
         progress: Called now and then.
     """
 
@@ -74,6 +75,7 @@ class PrepareSettings:
     manifest: str | None = None
     pack: Sequence[int] = ()
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    allow_url: AllowUrl = None
     progress: Callable[[PrepareProgress], None] | None = None
 
     def __post_init__(self) -> None:

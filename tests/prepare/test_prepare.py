@@ -313,6 +313,18 @@ def test_an_output_among_the_inputs_is_refused(lines, write):
         write(f"{lines}/out/*.parquet", lines / "out")
 
 
+def test_a_manifest_of_somebody_else_does_not_make_it_read_other_files(lines, tmp_path):
+    manifest = build_manifest(lines, num_workers=0)
+    hostile = lines / "share" / "a.manifest.parquet"
+    hostile.parent.mkdir()
+    elsewhere = [f"../{url}" for url in manifest.urls]
+    replace(manifest, root=f"{manifest.root}/share", urls=elsewhere).save(hostile)
+    with pytest.raises(ManifestError, match="outside the folder"):
+        prepare([hostile], tmp_path / "out", settings=PrepareSettings(num_workers=0))
+    allowing = PrepareSettings(num_workers=0, allow_url=f"{manifest.root}/*")
+    assert prepare([hostile], tmp_path / "out", settings=allowing).manifest.num_samples == manifest.num_samples
+
+
 def test_two_runs_at_a_time_are_refused(lines, write, tmp_path):
     with Journal(str(tmp_path / "out")).locked(), pytest.raises(PlanError, match="another run is writing"):
         write(lines, tmp_path / "out")
