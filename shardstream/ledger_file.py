@@ -228,7 +228,7 @@ def _read_rank(parts: list[_Part]) -> LoggedLines | None:
 def _entry(url: str, row: int, line: bytes) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReadError("a line of a log is damaged", url=url, row=row, found=str(error)[:200]) from None
     if not isinstance(entry, dict):
         raise ReadError("a line of a log is no JSON object", url=url, row=row, found=type(entry).__name__)

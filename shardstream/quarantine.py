@@ -114,8 +114,13 @@ def _read(path: Path, row: int, line: bytes) -> MaskedSample | None:
         return None
     try:
         values = json.loads(line)
-        return MaskedSample(**{name: value for name, value in values.items() if name in _NAMES})
-    except (ValueError, TypeError, AttributeError) as error:
+        sample = MaskedSample(**{name: value for name, value in values.items() if name in _NAMES})
+        if not all(isinstance(number, int) for number in (sample.epoch, sample.position, sample.sample_id)):
+            raise TypeError("epoch, position and sample id are whole numbers")
+        if not isinstance(sample.source, (str, type(None))):
+            raise TypeError("a source is named by text")
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         if not line.endswith(b"}"):
             return None
         raise ReadError("a line of the quarantine is damaged", url=str(path), row=row, found=repr(error)) from None
+    return sample

@@ -158,6 +158,21 @@ def test_other_json_is_left_alone(copied):
     assert [Path(url).name for url in expand_shards(folder)] == ["shard-0.tar", "shard-1.tar"]
 
 
+def test_json_that_is_too_deep_is_left_alone(copied):
+    folder = copied("wids")
+    (folder / "index.json").write_text('{"chunks": ' + "[" * 200_000)
+    assert [Path(url).name for url in expand_shards(folder)] == ["shard-0.tar", "shard-1.tar"]
+
+
+@pytest.mark.parametrize("text", ["no JSON", '{"shardlist": ' + "[" * 200_000])
+def test_a_part_of_a_wids_index_that_cannot_be_read_is_named(tmp_path, text):
+    (tmp_path / "part.json").write_text(text)
+    told = {"wids_version": 1, "datasets": [{"source_url": "part.json"}]}
+    (tmp_path / "index.json").write_text(json.dumps(told))
+    with pytest.raises(ManifestError, match="description of a data set cannot be read"):
+        expand_shards(tmp_path / "index.json")
+
+
 def test_wids_lists_may_lie_apart_from_their_shards(copied, tmp_path):
     folder = copied("wids")
     inner = {"base": str(folder), "shardlist": [{"url": "shard-1.tar", "nsamples": 2}]}

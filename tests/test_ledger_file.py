@@ -142,3 +142,11 @@ def test_rounds_are_read_as_written(tmp_path):
 )
 def test_first_difference(events, expected):
     assert first_difference(events) == expected
+
+
+def test_a_line_that_is_nested_too_deep_is_damaged(tmp_path):
+    name = written(tmp_path, 2)[0]
+    path = tmp_path / name
+    path.write_bytes(b'{"a":' * 100_000 + b"}\n" + path.read_bytes())
+    with pytest.raises(ReadError, match="damaged"):
+        read_lines(tmp_path)

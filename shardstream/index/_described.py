@@ -83,7 +83,7 @@ def describe(
     raw = storage.read_range(url, 0, info.num_bytes, options)
     try:
         told = json.loads(raw)
-    except ValueError:
+    except (ValueError, RecursionError):  # nested deeper than any description
         return None
     if not isinstance(told, dict):
         return None
@@ -91,7 +91,7 @@ def describe(
     try:
         found = kind(_Place(url, told, names, options))
         return found if found is not None or kind is _wids else _wids(_Place(url, told, names, options))
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
         what = "the description of a data set cannot be read"
         raise ManifestError(what, url=url, found=f"{type(error).__name__}: {error}") from error
 

@@ -153,9 +153,11 @@ def test_a_report_that_was_cut_is_read_up_to_there_and_goes_on(sound, tmp_path):
     assert len(read_quarantine(tmp_path)) == 1
     list(StreamingLoader(masking(sound, transform=Refuse(raises=[3, 17]), quarantine=tmp_path)))
     assert {sample.sample_id for sample in read_quarantine(tmp_path)} == {3, 17}
-    path.write_bytes(b'{"epoch": 0}\n' + whole)
-    with pytest.raises(ReadError, match=r"a line of the quarantine is damaged .*row 0"):
-        read_quarantine(tmp_path)
+    odd = whole.split(b"\n")[0].replace(b'"epoch": 0', b'"epoch": "0"')
+    for line in (b'{"epoch": 0}', b'{"a":' * 100_000 + b"}", odd):
+        path.write_bytes(line + b"\n" + whole)
+        with pytest.raises(ReadError, match=r"a line of the quarantine is damaged .*row 0"):
+            read_quarantine(tmp_path)
     with pytest.raises(ReadError, match="no quarantine report"):
         read_quarantine(tmp_path / "nothing")
 
