@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from shardstream.errors import ReadError
 
@@ -113,14 +114,16 @@ def _read(path: Path, row: int, line: bytes) -> MaskedSample | None:
     if not line:
         return None
     try:
-        values = json.loads(line)
-        sample = MaskedSample(**{name: value for name, value in values.items() if name in _NAMES})
-        if not all(isinstance(number, int) for number in (sample.epoch, sample.position, sample.sample_id)):
-            raise TypeError("epoch, position and sample id are whole numbers")
-        if not isinstance(sample.source, (str, type(None))):
-            raise TypeError("a source is named by text")
+        return _sample_of(json.loads(line))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         if not line.endswith(b"}"):
             return None
         raise ReadError("a line of the quarantine is damaged", url=str(path), row=row, found=repr(error)) from None
+
+
+def _sample_of(values: Mapping[str, Any]) -> MaskedSample:
+    sample = MaskedSample(**{name: value for name, value in values.items() if name in _NAMES})
+    place = (sample.epoch, sample.position, sample.sample_id)
+    if not (all(isinstance(number, int) for number in place) and isinstance(sample.source, (str, type(None)))):
+        raise TypeError("its place is not of whole numbers and a name")
     return sample

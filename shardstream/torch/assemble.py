@@ -207,9 +207,14 @@ class Assembly:
         return valid
 
 
+def is_packed(plan: AnyPlan) -> bool:
+    """Returns whether rows are packed sequences."""
+    return any(each.packed is not None for each in (plan.plans if isinstance(plan, MixturePlan) else (plan,)))
+
+
 def _origin_at_fault(fetched: Fetched, plan: AnyPlan, make: Callable[[Sequence[int]], Any]) -> Origin | None:
     """The first sample of a batch that cannot be made by itself; None where no single one is to blame, or can be."""
-    if any(each.packed is not None for each in (plan.plans if isinstance(plan, MixturePlan) else (plan,))):
+    if is_packed(plan):
         return None  # sequences are of several samples
     found = rows_at_fault(range(len(fetched.sample_ids)), make)
     if not found:

@@ -27,7 +27,7 @@ from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.packed_faults import FAULTS
 from shardstream.plan import PlannedBatch
 from shardstream.quarantine import MaskedSample
-from shardstream.torch.assemble import Assembly
+from shardstream.torch.assemble import Assembly, is_packed
 from shardstream.torch.mixed import without_source
 
 _Columns: TypeAlias = dict[str, Any]
@@ -102,7 +102,7 @@ class MaskingMaker:
         try:
             return make(chosen)
         except Exception as error:
-            if not is_of_data(error):
+            if not is_of_data(error) or is_packed(self._plan):  # documents are masked, and no one of them is to blame
                 raise
             found = rows_at_fault([row for row in range(num_rows) if row not in faults], make)
             if not found:  # they fail together only: no row is to blame

@@ -152,3 +152,13 @@ def test_data_without_faults_is_as_without_masking(tmp_path):
         assert found.keys() == expected.keys()
         assert torch.equal(found["labels"], expected["labels"])
     assert not (tmp_path / "q").exists()
+
+
+def test_what_collate_cannot_do_with_a_sequence_is_no_fault_of_a_document(sound, tmp_path):
+    def collate(columns):
+        raise ValueError("no such sequence")
+
+    collate.takes_columns = True
+    with pytest.raises(ValueError, match="no such sequence"):
+        list(dataset_of(sound, on_error="mask", collate=collate, quarantine=tmp_path))
+    assert not list(tmp_path.iterdir())
