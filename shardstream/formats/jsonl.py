@@ -35,6 +35,7 @@ _PIECE_NUM_BYTES = 4 << 20  # decoded, parsed at a time when indexing
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LARGEST_EXACT = 2**53  # whole numbers above it do not fit a float64
 _LONG_NUMBER = re.compile(rb"[:,\[]\s*(-?\d{16,})\s*[,}\]]")
+_INDENTED = re.compile(rb"[ \t\r]*\{")
 _LISTS = ("member_offset", "member_num_bytes", "block_data_offset")
 
 
@@ -194,7 +195,7 @@ def _scan(
                 hasher.update(piece.data)
                 first, end = _filled_lines(piece.data)
                 if len(first):
-                    _take_in(scanned, piece, len(first), url, options)
+                    _take_in(scanned, piece, first, url, options)
                 starts.append(first + piece.offset)
                 ends.append(end + piece.offset)
     except DAMAGE as error:
@@ -249,15 +250,16 @@ def _filled_lines(data: bytes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.in
     return starts[is_filled].astype(np.int64), ends[is_filled].astype(np.int64)
 
 
-def _take_in(scanned: _Scanned, piece: _Piece, num_rows: int, url: str, options: IndexOptions) -> None:
-    """Parses a piece: its columns join the schema, and what is counted is counted."""
+def _take_in(scanned: _Scanned, piece: _Piece, starts: npt.NDArray[np.int64], url: str, options: IndexOptions) -> None:
+    """Parses a piece, whose lines begin at ``starts``: its columns join the schema, what is counted is counted."""
     try:
         piece.data.decode()
+        _check_beginnings(piece.data, starts)
         found = _table(np.frombuffer(piece.data, np.uint8), None)
         schema = pa.schema([column.with_type(_stable(column.type)) for column in found.schema])
         table = found if schema == found.schema else _table(np.frombuffer(piece.data, np.uint8), schema)
-        if table.num_rows != num_rows:
-            raise pa.ArrowInvalid(f"{table.num_rows} objects in {num_rows} lines")
+        if table.num_rows != len(starts):
+            raise pa.ArrowInvalid(f"{table.num_rows} objects in {len(starts)} lines")
         scanned.schema = pa.unify_schemas([scanned.schema, schema], promote_options="permissive")
         _check_numbers(table, piece.data)
         scanned.with_large |= {
@@ -278,6 +280,13 @@ def _take_in(scanned: _Scanned, piece: _Piece, num_rows: int, url: str, options:
     for head, name in options.targets.items():
         column = column_of(_counted(table, name, url, only_lists=False))
         scanned.valid.setdefault(head, []).append(num_valid_targets(column, options.ignore_index))
+
+
+def _check_beginnings(data: bytes, starts: npt.NDArray[np.int64]) -> None:
+    """Refuses lines that are no objects where Arrow takes them: a null, an object over several lines."""
+    letters = np.frombuffer(data, np.uint8)[starts]
+    if not all(_INDENTED.match(data, start) for start in starts[letters != ord("{")].tolist()):
+        raise pa.ArrowInvalid("a line is no JSON object")
 
 
 def _table(data: npt.NDArray[np.uint8], schema: pa.Schema | None) -> pa.Table:

@@ -90,6 +90,8 @@ def test_what_looks_like_a_time_stays_text_and_fields_may_be_missing(tmp_path: P
         (b'{"a": 1}\n{"a":\n', "line 2 is not JSON"),
         (b'{"a": "\xff"}\n', "line 1 is not JSON"),
         (b'{"a": 1}{"a": 2}\n', "line 1 is not JSON"),
+        (b'{"a": 1}\n \tnull\n', "line 2 is no JSON object"),
+        (b'{"a": 1}\n{"a"\n: 2}{"a": 3}\n', "line 2 is not JSON"),
         (b'{"a": 1}\n{"a": "x"}\n', "changed from number to string"),
         (b'{"a": 12345678901234567890}\n', "12345678901234567890 does not fit"),
         (b'{"a": 9007199254740993}\n{"a": 1.5}\n', "9007199254740993 does not fit"),
