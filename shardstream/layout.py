@@ -99,7 +99,7 @@ class RowsLayout:
         parts = [self.plan.locate(batch.epoch, batch.positions) for batch in _by_epoch(batches)]
         block, run, row = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         manifest = self.plan.manifest
-        codes, key_of_row = _by_first_use(block << 32 | run)
+        codes, key_of_row = by_first_use(block << 32 | run)
         keys = [RunKey(*divmod(code, 1 << 32)) for code in codes]
         row_in_run = row - run * manifest.block_run_rows[block]
         make = partial(
@@ -137,8 +137,14 @@ class RowsLayout:
         )
 
 
-def _by_first_use(codes: Int64Array) -> tuple[list[int], Int64Array]:
-    """The distinct codes in the order of their first use, and which of them each row has: int64[n]."""
+def by_first_use(codes: Int64Array) -> tuple[list[int], Int64Array]:
+    """Returns the distinct codes in the order of their first use, and which of them each row has: int64[n].
+
+    Example:
+        >>> codes, which = by_first_use(np.array([7, 3, 7]))
+        >>> codes, which.tolist()
+        ([7, 3], [0, 1, 0])
+    """
     # Not np.unique, which imports numpy.ma: 12 ms, of the 50 that a first batch may take.
     by_code = np.argsort(codes, kind="stable")
     is_first = np.ones(len(codes), np.bool_)

@@ -90,15 +90,13 @@ def blank_run(num_places: int, sample_ids: Int64Array, packing: Packing, error: 
     )
 
 
-def faults_of(
-    runs: Sequence[PackedRun], pieces: Sequence[tuple[int, int, int, int]], num_rows: int, sequence_length: int
-) -> Objects:
+def faults_of(runs: Sequence[PackedRun], pieces: Int64Array, num_rows: int, sequence_length: int) -> Objects:
     """Returns the column ``FAULTS`` of sequences; see ``packed_layout.sequences``. Each document is told once."""
     found: list[Any] = [None] * num_rows
     if not any(run.faults for run in runs):
         return Objects(found)
     filled = [0] * num_rows
-    for row, run_index, first, last in pieces:
+    for row, run_index, first, last in pieces.tolist():
         run = runs[run_index]
         if run.sequence_start is None:
             begin, end = first, last

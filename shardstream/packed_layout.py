@@ -13,7 +13,7 @@ import numpy.typing as npt
 from shardstream.columns import Dense, Rows, Slices, join_slices
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, PlanError
-from shardstream.layout import Planned, RunKey
+from shardstream.layout import Planned, RunKey, by_first_use
 from shardstream.manifest import Manifest
 from shardstream.packed_faults import FAULTS, blank_run, faults_of, with_faults, without_holes
 from shardstream.packed_run import PackedRun, packed_run
@@ -87,28 +87,25 @@ class PackedLayout:
         places = np.concatenate([batch.epoch * num_positions + batch.positions for batch in batches])
         epochs, positions = np.divmod(places, num_positions)
         ids = np.empty(len(places), np.int64)
-        found: list[tuple[Pieces, int]] = []
-        for epoch in np.unique(epochs).tolist():
+        found: list[Pieces] = []
+        known, num_blocks = np.unique(epochs).tolist(), self.plan.manifest.num_blocks
+        for index, epoch in enumerate(known):
             rows = np.flatnonzero(epochs == epoch)
             order = self._order(epoch)
             ids[rows] = order.sample_ids(positions[rows])
             pieces = order.pieces(ids[rows])
-            found.append((pieces._replace(sequence=rows[pieces.sequence]), epoch))
-        epoch_of_piece = np.concatenate([np.full(len(pieces.sequence), epoch) for pieces, epoch in found])
-        joined = Pieces(*(np.concatenate(arrays) for arrays in zip(*(pieces for pieces, _ in found), strict=True)))
+            found.append(pieces._replace(sequence=rows[pieces.sequence], block=pieces.block + index * num_blocks))
+        joined = Pieces(*map(np.concatenate, zip(*found, strict=True)))
         in_order = np.argsort(joined.sequence, kind="stable")
-        joined = Pieces(*(array[in_order] for array in joined))
-        keys: dict[RunKey, int] = {}
-        named = zip(joined.block.tolist(), joined.run.tolist(), epoch_of_piece[in_order].tolist(), strict=True)
-        key_of_piece = [keys.setdefault(RunKey(*name), len(keys)) for name in named]
-        make = partial(
-            self._made,
-            num_rows=len(places),
-            pieces=list(
-                zip(joined.sequence.tolist(), key_of_piece, joined.begin.tolist(), joined.end.tolist(), strict=True)
-            ),
-        )
-        return Planned(batches, ids, list(keys), make)
+        sequence, block, run, begin, end = (array[in_order] for array in joined)
+        codes, key_of_piece = by_first_use(block << 32 | run)
+        keys = []
+        for index, run_index in (divmod(code, 1 << 32) for code in codes):
+            epoch_index, block_index = divmod(index, num_blocks)
+            keys.append(RunKey(block_index, run_index, known[epoch_index]))
+        places_of_pieces = np.stack((sequence, key_of_piece, begin, end), axis=1)
+        make = partial(self._made, num_rows=len(places), pieces=places_of_pieces)
+        return Planned(batches, ids, keys, make)
 
     def prepared(self, key: RunKey, rows: Rows) -> PackedRun:
         """Lays the run's documents end to end.
@@ -162,7 +159,7 @@ class PackedLayout:
         return Rows(num_rows, {**columns, FAULTS: faults}, num_bytes)
 
 
-_Places = list[tuple[int, int, int, int]]  # row, run, first place in the run, behind the last one
+_Places = Int64Array  # [n, 4]: row, run, first place in the run, behind the last one
 
 
 def sequences(
@@ -177,7 +174,7 @@ def sequences(
 
     Args:
         runs: The runs.
-        pieces: For each piece its row, its run, and where it is in the run; row by row, in order.
+        pieces: int64[n, 4], for each piece its row, its run, and where it is in the run; row by row, in order.
         num_rows: How many sequences.
         packing: How.
         ignore_index: The label of what is no target.
@@ -214,7 +211,7 @@ def sequences(
 
 def _token_bounds(runs: Sequence[PackedRun], pieces: _Places) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
     """Row and run of each piece, and which tokens of the run it has."""
-    row, run_of_piece, begin, end = np.array(pieces, np.int64).reshape(-1, 4).T.copy()
+    row, run_of_piece, begin, end = pieces.T.copy()
     for index, run in enumerate(runs):
         if run.sequence_start is not None:
             mine = np.flatnonzero(run_of_piece == index)
