@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -11,18 +9,6 @@ import pyarrow as pa
 from shardstream.arrow_memory import nulls as nulls_of
 from shardstream.arrow_memory import numbers
 from shardstream.columns import Column, Dense, Objects, Rows, SliceKind, Slices
-
-_IsType = Callable[[pa.DataType], bool]
-
-
-def _is_type(name: str) -> _IsType:
-    """Returns a question of ``pa.types``; the answer is no where pyarrow is older than the type."""
-    asks: _IsType = getattr(pa.types, f"is_{name}", lambda _kind: False)
-    return asks
-
-
-is_string_view, is_binary_view = _is_type("string_view"), _is_type("binary_view")
-is_list_view, is_large_list_view = _is_type("list_view"), _is_type("large_list_view")
 
 
 def rows_of(table: pa.Table | pa.RecordBatch) -> Rows:
@@ -74,8 +60,8 @@ def column_of(array: pa.Array | pa.ChunkedArray) -> Column:
         return Dense(numbers(array), nulls_of(array))
     if is_number_list(kind):
         return _fixed_lists(array) if pa.types.is_fixed_size_list(kind) else _lists(array)
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or is_string_view(kind)
-    if text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or is_binary_view(kind):
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+    if text or pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
         return _texts(array, "text" if text else "bytes")
     if pa.types.is_fixed_size_binary(kind):
         return _fixed_bytes(array)
@@ -90,7 +76,7 @@ def is_number(kind: pa.DataType) -> bool:
 def is_number_list(kind: pa.DataType) -> bool:
     """Whether this is a type of lists of numbers, of any of Arrow's list layouts."""
     of = pa.types
-    lists = of.is_list, of.is_large_list, of.is_fixed_size_list, is_list_view, is_large_list_view
+    lists = of.is_list, of.is_large_list, of.is_fixed_size_list, of.is_list_view, of.is_large_list_view
     return any(is_kind(kind) for is_kind in lists) and is_number(kind.value_type)
 
 
@@ -110,10 +96,10 @@ def without_list_views(array: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chunk
     """Returns list views as large lists, other arrays as they are: pyarrow's own cast can lack the last offset.
 
     Example:
-        >>> without_list_views(pa.array([[1, 2], None], pa.list_view(pa.int32()))).to_pylist()  # of pyarrow 16
-        [[1, 2], None]
+        >>> without_list_views(pa.array([[1, 2], None, [], [3]], pa.list_view(pa.int32()))).to_pylist()
+        [[1, 2], None, [], [3]]
     """
-    if not (is_list_view(array.type) or is_large_list_view(array.type)):
+    if not (pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type)):
         return array
     if isinstance(array, pa.ChunkedArray):
         chunks = [without_list_views(chunk) for chunk in array.chunks]
@@ -132,7 +118,7 @@ def without_list_views(array: pa.Array | pa.ChunkedArray) -> pa.Array | pa.Chunk
 
 def _lists(array: pa.Array) -> Column:
     """Lists of numbers of varying length."""
-    if is_list_view(array.type) or is_large_list_view(array.type):
+    if pa.types.is_list_view(array.type) or pa.types.is_large_list_view(array.type):
         starts = numbers(array.offsets).astype(np.int64)
         lengths = numbers(array.sizes).astype(np.int64)
     else:
@@ -163,7 +149,7 @@ def _fixed_lists(array: pa.FixedSizeListArray) -> Column:
 
 def _texts(array: pa.Array, kind: SliceKind) -> Slices:
     """Strings and binaries."""
-    if is_string_view(array.type) or is_binary_view(array.type):
+    if pa.types.is_string_view(array.type) or pa.types.is_binary_view(array.type):
         array = array.cast(pa.large_string() if kind == "text" else pa.large_binary())
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     _, offset_bytes, data = array.buffers()

@@ -11,16 +11,16 @@ import pyarrow as pa
 
 from shardstream.errors import ManifestError
 from shardstream.formats import ShardIndex
-from shardstream.formats._arrow import is_binary_view, is_large_list_view, is_list_view, is_string_view, plain_type
+from shardstream.formats._arrow import plain_type
 from shardstream.manifest import ColumnSchema, Manifest
 
 _VARIANTS: tuple[tuple[Callable[[pa.DataType], bool], pa.DataType], ...] = (
     (pa.types.is_large_string, pa.string()),
-    (is_string_view, pa.string()),
+    (pa.types.is_string_view, pa.string()),
     (pa.types.is_large_binary, pa.binary()),
-    (is_binary_view, pa.binary()),
+    (pa.types.is_binary_view, pa.binary()),
 )
-_LISTS = (pa.types.is_list, pa.types.is_large_list, is_list_view, is_large_list_view)
+_LISTS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_list_view, pa.types.is_large_list_view)
 _WIDENING = (pa.types.is_signed_integer, pa.types.is_unsigned_integer, pa.types.is_floating)
 
 
