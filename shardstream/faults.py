@@ -6,6 +6,7 @@ or worker meets it, and in which batch.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,15 +20,21 @@ from shardstream.permutation import Int64Array
 
 NO_FAULTS: Mapping[int, Exception] = MappingProxyType({})
 
-# What says nothing of the data: the same row may be fine the next time.
+# What says nothing of the data: the same row may be fine the next time. Libraries have errors of their own for it, which
+# are none of these, and known by their names; a decoder's OSError has no number, that of a machine has.
 _PASSING = (MemoryError, ConnectionError, TimeoutError)
+_PASSING_WORDS = ("Connection", "Timeout", "OutOfMemory")
+_PASSING_NUMBERS = frozenset(
+    {errno.EAGAIN, errno.EDQUOT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.EIO, errno.EMFILE, errno.ENETDOWN}
+    | {errno.ENETUNREACH, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.ESTALE}
+)
 
 
 def is_of_data(error: BaseException) -> bool:
     """Whether an error says that data is bad, and not that something failed which may work the next time.
 
-    Of this package's errors that is a ``DecodeError``; of others any but those of memory and connections. What an error
-    was raised from counts, too.
+    Of this package's errors that is a ``DecodeError``; of others any but those of memory, connections and a machine
+    that is at its limits. What an error was raised from counts, too.
 
     Example:
         >>> from shardstream.errors import ReadError
@@ -35,8 +42,15 @@ def is_of_data(error: BaseException) -> bool:
         (True, True, False)
     """
     is_ours = isinstance(error, ShardStreamError)
-    is_bad = isinstance(error, DecodeError) if is_ours else not isinstance(error, _PASSING)
+    is_bad = isinstance(error, DecodeError) if is_ours else not _is_passing(error)
     return is_bad and isinstance(error, Exception) and (error.__cause__ is None or is_of_data(error.__cause__))
+
+
+def _is_passing(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno in _PASSING_NUMBERS:
+        return True
+    names = [kind.__name__ for kind in type(error).__mro__]
+    return isinstance(error, _PASSING) or any(word in name for name in names for word in _PASSING_WORDS)
 
 
 def rows_at_fault(rows: Sequence[int], attempt: Callable[[Sequence[int]], Any]) -> dict[int, Exception]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from shardstream.columns import Objects, Rows
 from shardstream.errors import DecodeError, PlanError, ReadError, ShardStreamWarning
+from shardstream.faults import is_of_data
 from shardstream.fetch import Fetched, Reading
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
@@ -321,6 +323,22 @@ def test_a_frame_that_cannot_be_decoded_in_the_middle_of_a_stream(tmp_path, shuf
         assert all(sample.key == f"{sample.sample_id:04d}" for sample in report)
     assert masked[1] == masked[2]
     assert 0 < len(masked[1]) < 40
+
+
+@pytest.mark.parametrize(
+    ("error", "of_data"),
+    [
+        (OSError("image file is truncated"), True),
+        (FileNotFoundError(errno.ENOENT, "no caption"), True),
+        (OSError(errno.EMFILE, "too many open files"), False),
+        (OSError(errno.EIO, "the mount is gone"), False),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), False),
+        (type("ReadTimeout", (OSError,), {})("as requests has it"), False),
+        (type("ConnectionError", (OSError,), {})("as requests has it"), False),
+    ],
+)
+def test_errors_of_libraries_and_the_machine_say_nothing_of_data(error, of_data):
+    assert is_of_data(error) is of_data
 
 
 @pytest.mark.parametrize("error", [ConnectionError, MemoryError, TimeoutError])
