@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardstream.errors import PlanError
 from shardstream.torch.batch import Batch, Place, register_receiver
 from shardstream.torch.budget import MaskedBudget
 
@@ -42,6 +43,48 @@ class Start(NamedTuple):
     grid_start: int = 0
     lanes: int = 0
     """0 as long as no cursor has pinned them."""
+
+
+class Arrivals:
+    """Notices a DataLoader that hands batches out as they come (``in_order=False``): a cursor would skip the late ones.
+
+    A DataLoader that keeps the order has got every batch before the one that it hands out. So none may arrive for the
+    first time after a later one of its pass was touched.
+    """
+
+    _NUM_KEPT = 4096  # far more than any DataLoader has under way
+
+    def __init__(self) -> None:
+        self._pass_id, self._touched = PassId(), (-1, -1)
+        self._last: dict[tuple[int, int], None] = {}
+
+    def arrived(self, place: Place) -> None:
+        """Notes a batch that came from a worker.
+
+        Raises:
+            PlanError: If a later one of its pass was touched before.
+        """
+        if self._pass_id != place.pass_start[4:]:
+            self._pass_id, self._touched = PassId(*place.pass_start[4:]), (-1, -1)
+            self._last.clear()
+        index = (place.window_index, place.micro_index)
+        if index < self._touched and index not in self._last and not self._may_be_forgotten(index):
+            raise PlanError(
+                f"micro-batch {index[1]} of window {index[0]} came after a later one was used: the order depends on "
+                "timing, and a cursor would skip samples",
+                hint="leave in_order=False out of the DataLoader's options",
+            )
+        self._last[index] = None
+        if len(self._last) > self._NUM_KEPT:
+            del self._last[next(iter(self._last))]
+
+    def _may_be_forgotten(self, index: tuple[int, int]) -> bool:
+        return len(self._last) == self._NUM_KEPT and index < min(self._last)
+
+    def touched(self, place: Place) -> None:
+        """Notes that a batch is used."""
+        if self._pass_id == place.pass_start[4:]:
+            self._touched = max(self._touched, (place.window_index, place.micro_index))
 
 
 class SharedStart:
@@ -69,7 +112,7 @@ class SharedStart:
         self.budget = budget
         self._is_touched = False  # whether a batch of the pass under way was touched
         self._is_held = False
-        self._begun = PassId()
+        self._begun, self._arrivals = PassId(), Arrivals()
         self._written: tuple[int, ...] = ()
 
     def read(self, begun: PassId = PassId()) -> Start:  # noqa: B008 - frozen
@@ -118,17 +161,24 @@ class SharedStart:
             self._is_held = False
 
     def arrived(self, batch: Batch) -> None:
-        """Is called by each batch that reaches the main process (by ``Batch.__setstate__``, or by the pass itself)."""
+        """Is called by each batch that reaches the main process (by ``Batch.__setstate__``, or by the pass itself).
+
+        Raises:
+            PlanError: If the DataLoader does not keep the order.
+        """
         if self._is_held:
             return
         place, num_seeks = batch.place, self.num_seeks
         if place.window_index == 0 and place.micro_index == 0:
             self._is_touched = False  # the first batch of a pass
+        if place.pass_start[4]:  # of a worker
+            self._arrivals.arrived(place)
         num_rows, masked = len(batch), batch.masked  # not the batch: it would hold itself
 
         def touched() -> None:
             if self.budget is not None:
                 self.budget.took(num_rows, masked)
+            self._arrivals.touched(place)
             self.consumed(place, num_seeks)
 
         batch._on_touch = touched  # noqa: SLF001 - the hook is made for this

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from shardstream.errors import DecodeError, ManifestError, PlanError, ShardStreamWarning, TopologyError
 from shardstream.permutation import key64
@@ -435,3 +437,25 @@ def test_a_number_that_is_missing_is_an_error_that_names_shard_row_and_column(tm
     dataset = dataset_of(manifest_of_files([tmp_path / "holes.parquet"]), shuffle=False, transform=keep)
     with pytest.raises(DecodeError, match=r"sample 1: column 'sparse' has no value.*holes\.parquet, row 1\]"):
         list(dataset)
+
+
+def _sleeps_in_the_first_worker(sample):
+    info = get_worker_info()
+    if info is not None and info.id == 0:
+        time.sleep(0.05)
+    return sample
+
+
+@pytest.mark.skipif("in_order" not in inspect.signature(DataLoader).parameters, reason="newer torch")
+@pytest.mark.parametrize("in_order", [True, False])
+def test_a_plain_data_loader_that_does_not_keep_the_order_is_refused(corpus, in_order):
+    """Case C38: a cursor would skip the batches that come late."""
+    dataset = dataset_of(corpus, transform=_sleeps_in_the_first_worker)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2, in_order=in_order)
+    with nullcontext() if in_order else pytest.raises(PlanError, match=r"window \d+ came after .* in_order=False"):
+        uids(list(map(_touched, loader)))
+
+
+def _touched(batch):
+    assert len(batch["uid"]) == len(batch)
+    return batch
