@@ -20,8 +20,8 @@ from shardstream.permutation import Int64Array
 
 NO_FAULTS: Mapping[int, Exception] = MappingProxyType({})
 
-# What says nothing of the data: the same row may be fine the next time. Libraries have errors of their own for it, which
-# are none of these, and known by their names; a decoder's OSError has no number, that of a machine has.
+# What says nothing of the data: the same row may be fine the next time. Libraries have errors of their own for it that
+# are none of these, known by their names; a decoder's OSError has no number, that of a machine has.
 _PASSING = (MemoryError, ConnectionError, TimeoutError)
 _PASSING_WORDS = ("Connection", "Timeout", "OutOfMemory")
 _PASSING_NUMBERS = frozenset(

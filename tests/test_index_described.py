@@ -173,6 +173,21 @@ def test_a_part_of_a_wids_index_that_cannot_be_read_is_named(tmp_path, text):
         expand_shards(tmp_path / "index.json")
 
 
+def test_a_wids_index_that_a_folder_holds_names_nothing_outside_of_it(copied, tmp_path):
+    shard = copied("wids") / "shard-0.tar"
+    (tmp_path / "found").mkdir()
+    index = tmp_path / "found" / "index.json"
+    for url in (str(shard), "../wids/shard-0.tar", "http://127.0.0.1:9/shard-0.tar"):
+        index.write_text(json.dumps({"wids_version": 1, "shardlist": [{"url": url, "nsamples": 3}]}))
+        with pytest.raises(ManifestError, match=r"outside of its folder.*name the index itself"):
+            expand_shards(tmp_path / "found")
+    index.write_text(json.dumps({"wids_version": 1, "datasets": [{"source_url": "http://127.0.0.1:9/part.json"}]}))
+    with pytest.raises(ManifestError, match="outside of its folder"):
+        expand_shards(tmp_path / "found")
+    index.write_text(json.dumps({"wids_version": 1, "shardlist": [{"url": str(shard), "nsamples": 3}]}))
+    assert expand_shards(index) == [str(shard)]
+
+
 def test_wids_lists_may_lie_apart_from_their_shards(copied, tmp_path):
     folder = copied("wids")
     inner = {"base": str(folder), "shardlist": [{"url": "shard-1.tar", "nsamples": 2}]}

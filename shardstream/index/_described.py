@@ -159,6 +159,7 @@ def _wids(place: _Place) -> Described | None:
         base = part.get("base", "")
         if "source_url" in part:
             source = _beside(place.url, part["source_url"])
+            _check_named(place, source)
             info = storage.stat(source, place.storage_options)
             part = json.loads(storage.read_range(source, 0, info.num_bytes, place.storage_options))  # noqa: PLW2901
             base = part.get("base", storage.folder_of(source) + "/")
@@ -166,6 +167,7 @@ def _wids(place: _Place) -> Described | None:
     found = Described()
     for base, shard in listed:
         url = _beside(_beside(place.url, base.rstrip("/")) + "/" if base else place.url, shard["url"])
+        _check_named(place, url)
         found.urls.append(url)
         if (count := found.num_samples.setdefault(url, shard["nsamples"])) != shard["nsamples"]:
             expected, counts = "one number of samples", f"{count} and {shard['nsamples']}"
@@ -173,6 +175,13 @@ def _wids(place: _Place) -> Described | None:
     if not found.urls:
         raise ManifestError("the wids index lists no shards", url=place.url)
     return found
+
+
+def _check_named(place: _Place, url: str) -> None:
+    """Refuses what lies elsewhere where nobody named the index: it was found in a folder."""
+    if place.names is not None and (storage.path_below(url, storage.folder_of(place.url)) is None or "/../" in url):
+        what, hint = "a wids index names a file outside of its folder", "name the index itself, if you trust it"
+        raise ManifestError(what, url=place.url, found=url, hint=hint)
 
 
 _OF_NAME: Mapping[str, Callable[[_Place], Described | None]] = {
