@@ -6,6 +6,7 @@ import os
 
 from shardstream.audit import AuditReport, Labels, MixtureReport, audit, audit_mixture
 from shardstream.audit.ledger import check_ledger
+from shardstream.errors import shown_url
 from shardstream.mixture_plan import MixturePlan
 from shardstream.plan import Plan
 from shardstream.report.data import data_section
@@ -68,7 +69,8 @@ def report_on_plan(
         tail_section(plan, audited),
         reading_section(plan, audited),
     ]
-    return _report(plan.manifest.path or "a planned data set", plan, _GOOD, audited, sections, ledger)
+    title = shown_url(plan.manifest.path or "a planned data set")
+    return _report(title, plan, _GOOD, audited, sections, ledger)
 
 
 def report_on_mixture(

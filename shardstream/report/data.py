@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from shardstream.errors import shown_url
 from shardstream.manifest import Manifest
 from shardstream.report.binning import histogram, size
 from shardstream.report.page import Figure, Section, Table, evenly
@@ -21,8 +22,8 @@ def data_section(manifest: Manifest, *, name: str = "data", title: str = "Data")
         title: Its heading.
     """
     facts = (
-        ("manifest", manifest.path or "not saved"),
-        ("root", manifest.root),
+        ("manifest", shown_url(manifest.path or "not saved")),
+        ("root", shown_url(manifest.root)),
         ("fingerprint", manifest.fingerprint),
         ("shards", manifest.num_shards),
         ("blocks", manifest.num_blocks),

@@ -225,8 +225,10 @@ def test_nothing_from_data_becomes_markup(manifest, tmp_path):
     evil = replace(manifest, urls=[f"{k}{EVIL}" for k in range(4)], root=f"s3://key:secret@bucket/{EVIL}", path=EVIL)
     plan = Plan.make(evil, batch_size=5, world_size=2)
     write_ledger(tmp_path, plan, head=EVIL)
-    page = report_on_plan(plan, ledger=tmp_path).to_html()
+    report = report_on_plan(plan, ledger=tmp_path)
+    page = report.to_html()
     assert "secret" not in page
+    assert "secret" not in json.dumps(report.to_dict())
     elements = Page(page).elements
     assert "script" not in {tag for tag, _ in elements}
     assert not [name for _, attributes in elements for name in attributes if name.startswith("on")]
