@@ -26,14 +26,15 @@ def pool_of(
         begin: Called first in each.
         begin_args: Its arguments.
     """
-    ours = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(num_workers, context, _start_worker, (begin, begin_args))
+    started = pool._processes  # noqa: SLF001 - what ends them all is Python 3.14's; other children are not ours to end
     try:
         yield pool
     except BaseException:
+        processes = list(started.values())
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in set(multiprocessing.active_children()) - ours:
+        for process in processes:
             process.terminate()  # a shard may take minutes, and nobody waits for it any more
         raise
     finally:
