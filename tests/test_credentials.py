@@ -18,7 +18,9 @@ from shardstream.formats import IndexOptions
 from shardstream.index import build_manifest, expand_shards
 from shardstream.index._look import Look
 from shardstream.manifest import Manifest
+from shardstream.prepare import PrepareSettings
 from shardstream.torch import StreamingDataset, Topology
+from shardstream.verify._shard import Checks
 from tests.support.served import served
 
 SECRET = "geheim"
@@ -114,7 +116,10 @@ def test_shards_behind_signed_urls_are_refused_before_anything_is_written(way, t
 
 
 def test_values_that_hold_options_do_not_show_them():
-    for value in (Reading(storage_options=OPTIONS), Look("a.tar", IndexOptions(), OPTIONS)):
+    manifest = Manifest.synthetic(num_shards=1, blocks_per_shard=1, rows_per_block=1)
+    (check,) = Checks(manifest, [0], has_checksums=False, storage_options=OPTIONS)
+    settings = PrepareSettings(storage_options=OPTIONS)
+    for value in (Reading(storage_options=OPTIONS), Look("a.tar", IndexOptions(), OPTIONS), check, settings):
         assert SECRET not in repr(value)
 
 

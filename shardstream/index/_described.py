@@ -34,7 +34,7 @@ class _Place:
     url: str
     told: Any
     names: Collection[str] | None
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] = field(repr=False)
 
     def at(self, name: str) -> str:
         """The location of a file that lies in the description's folder, or deeper.

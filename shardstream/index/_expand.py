@@ -102,7 +102,7 @@ def some(names: Sequence[str]) -> str:
 
 @dataclass
 class _Finder:
-    storage_options: dict[str, Any] | None
+    storage_options: dict[str, Any] | None = field(repr=False)
     leave_out: frozenset[str]
     missing: list[str] = field(default_factory=list)
     num_samples: dict[str, int] = field(default_factory=dict)

@@ -58,7 +58,7 @@ class Journal:
     """
 
     output: str
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def url(self, *names: str) -> str:
         """Returns the location of a file of the journal."""

@@ -74,7 +74,7 @@ class PrepareSettings:
     executor: Executor | None = None
     manifest: str | None = None
     pack: Sequence[int] = ()
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     allow_url: AllowUrl = None
     progress: Callable[[PrepareProgress], None] | None = None
 

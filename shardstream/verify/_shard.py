@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, overload
 
@@ -83,7 +83,7 @@ class Check:
     first_block: int
     spans: Sequence[tuple[int, int]]
     checksums: Checksums | None
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] = field(repr=False)
 
     def find(self) -> Checked:
         """Reads the shard, once, and compares it."""
