@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,7 +73,7 @@ def test_a_broken_line_is_found(corpus, monkeypatch, broken, message):
 
 def test_the_command_audits_sequences(corpus, tmp_path):
     path = str(tmp_path / "m.parquet")
-    corpus.save(path)
+    replace(corpus, root=str(Path(corpus.urls[0]).parent), urls=[Path(url).name for url in corpus.urls]).save(path)
     done = CliRunner().invoke(main, ["audit", path, "--sequence-length", "8", "--eos-id", "0", "--whole", "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)

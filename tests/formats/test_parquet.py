@@ -180,9 +180,9 @@ def test_a_remote_row_group_is_one_request_and_spares_other_columns(monkeypatch:
     ranges: list[int] = []
     read_versioned = storage.read_versioned
 
-    def counted(url: str, start: int, end: int, storage_options: Any = None) -> tuple[bytes, str | None]:
+    def counted(url: str, start: int, end: int, *args: Any, **options: Any) -> tuple[bytes, str | None]:
         ranges.append(end - start)
-        return read_versioned(url, start, end, storage_options)
+        return read_versioned(url, start, end, *args, **options)
 
     monkeypatch.setattr(storage, "read_versioned", counted)
     assert [row["small"] for row in read_all(manifest, ["small"])] == list(range(100))

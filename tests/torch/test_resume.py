@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError
+from shardstream.reading import Reading
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology
 from tests.support.corpora import parquet_manifest, with_runs
 from tests.support.streams import joined, loader_of, real_ids, uids
@@ -236,7 +237,7 @@ def test_resuming_late_costs_what_starting_costs(tmp_path, run_rows):
     manifest = with_runs(parquet_manifest(tmp_path, [100] * 10, 10), run_rows)  # 100 blocks
     costs = []
     for position in (0, 500, 948):
-        dataset = rank_dataset(manifest, batch_size=4, lanes=4)
+        dataset = rank_dataset(manifest, batch_size=4, lanes=4, reading=Reading(look_ahead=1))
         dataset.load_state_dict(dataset.plan.cursor(0, position))
         batches = iter(dataset)
         next(batches)
