@@ -42,6 +42,7 @@ class BlocksAhead:
         ranges: Where to ask.
         look_ahead: Gathers whose runs are held.
         num_bytes: Bytes of blocks that are asked for before they are needed.
+        keeps_returning: Whether runs that return at the end of the epoch are held until then.
     """
 
     def __init__(
@@ -51,9 +52,12 @@ class BlocksAhead:
         ranges: Ranges,
         look_ahead: int,
         num_bytes: int,
+        *,
+        keeps_returning: bool,
     ) -> None:
         self._layout, self._shard_of, self._ranges = layout, shard_of, ranges
-        self._look_ahead, self._num_bytes = look_ahead, num_bytes
+        self._look_ahead, self._num_bytes, self._keeps_returning = look_ahead, num_bytes, keeps_returning
+        self._kept: set[RunKey] = set()
         self._blocks: dict[_BlockKey, _Block] = {}
         self._last_used: dict[_BlockKey, int] = {}
         self._lock = Lock()
@@ -101,13 +105,16 @@ class BlocksAhead:
             key = (run.source, run.block)
             is_held = self._last_used.get(key, -self._look_ahead - 2) >= number - self._look_ahead - 1
             self._last_used[key] = number
-            if is_held or key in self._blocks:
+            if is_held or run in self._kept or key in self._blocks:
                 continue
             block = _Block(number)
             with self._lock:
                 self._blocks[key] = block
             block.begun = self._ranges.submit(partial(self._begin, run, block))
             num_bytes += int(self._layout.source(run)[0].block_num_bytes[run.block])
+        if self._keeps_returning:
+            self._kept.difference_update(planned.keys)
+            self._kept.update(planned.returning)
         return num_bytes
 
     def _begin(self, run: RunKey, block: _Block) -> None:

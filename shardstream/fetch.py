@@ -228,14 +228,13 @@ class _OpenRuns:
     ) -> None:
         self.layout, self._options, self.finds_faults = layout, reading.storage_options, finds_faults
         self._pool, self._stats, self._ranges = pool, stats, ranges
-        self.ahead = (
-            None
-            if ranges is None
-            else BlocksAhead(layout, self._shard_of, ranges, reading.look_ahead, reading.ahead_num_bytes)
-        )
+        self._keeps_returning = reading.keeps_lane_ends
+        self.ahead = None
+        if ranges is not None:
+            most = (reading.look_ahead, reading.ahead_num_bytes)
+            self.ahead = BlocksAhead(layout, self._shard_of, ranges, *most, keeps_returning=self._keeps_returning)
         self._check = check
         self._held: dict[RunKey, _Held] = {}
-        self._keeps_returning = reading.keeps_lane_ends
         self._shards: dict[tuple[int, int], Shard] = {}
         self.epoch = 0  # of the gather that runs are acquired for
 

@@ -189,6 +189,19 @@ def test_a_file_that_was_replaced_is_refused_at_whichever_request_meets_it(folde
     nothing_is_left_asked.clear()  # what failed is given up
 
 
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_block_that_stays_for_the_end_of_the_epoch_is_not_asked_for_again(folder, server, keeps):
+    name = f"kept-{keeps}"
+    parquet_manifest(folder / name, [740, 467], 20)
+    manifest = remote(server, folder, sorted((folder / name).glob("*.parquet")))
+    plan, stats = Plan.make(manifest, batch_size=24, lanes=8), ReadStats()
+    reading = Reading(keeps_lane_ends=keeps, gather_rows=24, look_ahead=1, storage_options=server.storage_options)
+    for _ in fetch(plan, plan.micro_batches(0, plan.cursor()), reading=reading, stats=stats):
+        pass
+    assert (stats.num_blocks_opened == manifest.num_blocks) is keeps
+    assert stats.num_requests == stats.num_blocks_opened
+
+
 def test_data_that_was_moved_is_looked_at_once_a_shard(folder, server):
     paths = write_wide(folder / "moved")
     local = manifest_of_files(paths)
