@@ -263,7 +263,9 @@ def read_logs(directory: str | os.PathLike[str]) -> tuple[list[RankLog], list[Pa
     logs = [_read_log(each) for each in lines]
     if not logs:
         expected = "rank-00000.attempt-0000.jsonl and so on"
-        raise ReadError("no log of consumed samples", url=str(directory), expected=expected, found=f"{len(empty)} cut")
+        found = f"{len(empty)} cut" if empty else "none" if Path(directory).is_dir() else "no such folder"
+        hint = "name the folder that Ledger wrote to"
+        raise ReadError("no log of consumed samples", url=str(directory), expected=expected, found=found, hint=hint)
     return sorted(logs, key=lambda log: (log.attempt, log.rank)), empty
 
 

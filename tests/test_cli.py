@@ -93,11 +93,21 @@ def test_index_updates(shards, tmp_path):
     assert Manifest.load(tmp_path / "new").urls == ["0.parquet", "2.parquet", "9.parquet"]
 
 
+def test_how_tokens_are_counted_needs_their_column(shards, tmp_path):
+    for option in (("--pack", 4), ("--tokens-dtype", "uint16")):
+        done = run("index", shards, "-o", tmp_path / "m", *option)
+        assert done.exit_code == 2
+        assert "--pack and --tokens-dtype need --tokens-column" in done.stderr
+    assert run("index", shards, "-o", tmp_path / "m", "--tokens-column", "tokens").exit_code == 0
+    assert run("index", shards, "-o", tmp_path / "n", "--update", tmp_path / "m", "--pack", 4).exit_code == 0
+
+
 def test_another_manifest_needs_overwrite(shards, tmp_path):
     assert run("index", shards / "0.parquet", "-o", tmp_path / "m").exit_code == 0
     refused = run("index", shards, "-o", tmp_path / "m")
     assert refused.exit_code == 1
     assert "another manifest is there already" in refused.stderr
+    assert "--overwrite" in refused.stderr
     assert run("index", shards, "-o", tmp_path / "m", "--overwrite").exit_code == 0
     assert Manifest.load(tmp_path / "m").num_shards == 3
 

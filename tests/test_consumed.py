@@ -189,6 +189,6 @@ def test_other_damage_is_an_error(tmp_path, plan, damage, message):
 
 
 def test_no_logs(tmp_path):
-    for folder in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(ReadError, match="no log of consumed samples"):
+    for folder, found in ((tmp_path, "none"), (tmp_path / "missing", "no such folder")):
+        with pytest.raises(ReadError, match=f"no log of consumed samples.*found {found}; name the folder"):
             read_logs(folder)

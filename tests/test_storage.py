@@ -104,6 +104,20 @@ def test_missing_and_short_files_are_named(place):
         storage.read_range(place, 2, 10, {"retry_timeout_s": 0})
 
 
+def test_what_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    for place, found in (
+        ("none/file.bin", "no folder .*none"),
+        ("file/file.bin", "no folder .*file"),
+        ("", "a folder of that name"),
+    ):
+        path = str(tmp_path / place)
+        told = rf"cannot write the file.*: found {found}; "
+        with pytest.raises(ReadError, match=told) as caught, storage.write_atomic(path):
+            pass
+        assert ".tmp" not in str(caught.value).replace(str(tmp_path), "")
+
+
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(ReadError, match="IsADirectoryError"):
         storage.stat(str(tmp_path))

@@ -25,7 +25,7 @@ def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     if value is None:
         return None
     numbers = value.lower().split("x")
-    if [number.isdecimal() for number in numbers] != [True] * 3:
+    if len(numbers) != 3 or not all(number.isdecimal() and int(number) for number in numbers):  # noqa: PLR2004
         raise click.BadParameter(f"{value!r} is not of the form SHARDSxBLOCKSxROWS, as 1000x100x1000", ctx, param)
     shards, blocks, rows = map(int, numbers)
     return shards, blocks, rows

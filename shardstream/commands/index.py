@@ -70,6 +70,8 @@ def index(shards: tuple[str, ...], output: str, **options: Any) -> None:
     """
     from shardstream.index import IndexSettings, build_manifest
 
+    if (options["pack"] or options["tokens_dtype"]) and not (options["tokens_column"] or options["update"]):
+        raise click.UsageError("--pack and --tokens-dtype need --tokens-column")
     quiet, print_as_json, engine = (options.pop(name) for name in ("quiet", "as_json", "engine"))
     options["targets"] = options["targets"] or None
     given = {name: options.pop(name) for name in ("ignore_index", "allow_vanished", "tokens_dtype", "pack")}

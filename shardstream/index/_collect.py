@@ -68,7 +68,10 @@ class IndexPlan:
         named = set(urls)
         vanished = [url for url in places if url not in named]
         if vanished and not allow_vanished:
-            hint = "name them as well; to leave them out, allow it: then the ids of samples after them change"
+            hint = (
+                "name them as well; or leave them out with allow_vanished=True (--allow-vanished): then the ids of "
+                "samples after them change"
+            )
             raise ManifestError("shards of the old manifest are not named any more", found=some(vanished), hint=hint)
         urls = [url for url in places if url in named] + [url for url in urls if url not in places]
         root, names = storage.common_root(urls)
@@ -150,7 +153,7 @@ class Collected:
         if isinstance(finding, Unchanged):
             return self._row_of_old(url, name)
         if {column.name for column in finding.columns} >= _OF_MANIFESTS:
-            hint = "load it, or leave it out: folders and patterns leave out what is named *.manifest.parquet"
+            hint = "use it alone, or leave it out: folders and patterns leave out what is named *.manifest.parquet"
             raise ManifestError("this is a shardstream manifest, not a shard", url=url, hint=hint)
         told, num_samples = self._told.get(url), int(finding.block_rows.sum())
         if told not in (None, num_samples):

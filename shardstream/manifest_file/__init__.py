@@ -34,6 +34,7 @@ __all__ = [
     "ManifestWriter",
     "ParquetLists",
     "ShardRow",
+    "is_manifest",
     "load_manifest",
     "save_manifest",
     "shard_row",
@@ -41,6 +42,8 @@ __all__ = [
 ]
 
 Options = Mapping[str, Any]
+
+_NO_MANIFEST = "check the path, or make one with `shardstream index`"
 
 _ABOUT: dict[str, type | tuple[type, ...]] = {
     "root": str,
@@ -116,6 +119,17 @@ def load_manifest(
     return manifest
 
 
+def is_manifest(path: str | os.PathLike[str]) -> bool:
+    """Whether a local file is a manifest, by what it says of itself, under whatever name."""
+    name = storage.local_path(storage.absolute(os.fspath(path)))
+    if name is None or not os.path.isfile(name):  # noqa: PTH113 - names that are not UTF-8 stay as they are
+        return False
+    try:
+        return METADATA_KEY in (pq.read_metadata(name).metadata or {})
+    except (pa.ArrowException, OSError, ValueError):
+        return False
+
+
 def save_manifest(
     manifest: Manifest,
     path: str | os.PathLike[str],
@@ -186,7 +200,8 @@ def write_manifest(
         manifest = writer.finish(info, stored_root=_stored_root(info.root, url))
         if there not in (None, manifest.fingerprint) and not overwrite:
             hint = (
-                "manifests are never changed, because jobs and cursors refer to them: choose another name, or overwrite"
+                "manifests are never changed, because jobs and cursors refer to them: choose another name, or "
+                "overwrite=True (--overwrite)"
             )
             what = "another manifest is there already"
             raise ManifestError(what, url=url, expected=f"fingerprint {manifest.fingerprint}", found=there, hint=hint)
@@ -245,10 +260,10 @@ def _opened(url: str, storage_options: Options | None) -> tuple[pq.ParquetFile, 
         source = path or storage.open_source(url, storage_options, ahead_num_bytes=0)
         file = pq.ParquetFile(source, pre_buffer=True)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise ManifestError("there is no manifest here", url=url, found=type(error).__name__) from error
+        raise ManifestError("there is no manifest here", url=url, hint=_NO_MANIFEST) from error
     except ReadError as error:
         if isinstance(error.__cause__, FileNotFoundError):
-            raise ManifestError("there is no manifest here", url=url, hint="check the path") from error
+            raise ManifestError("there is no manifest here", url=url, hint=_NO_MANIFEST) from error
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         hint = "make one with `shardstream index`; if it was one, it is cut or damaged"

@@ -11,7 +11,7 @@ from shardstream import storage
 from shardstream.errors import PlanError, ShardStreamWarning, shown_url
 from shardstream.index import IndexSettings, build_manifest
 from shardstream.manifest import Manifest
-from shardstream.manifest_file import load_manifest
+from shardstream.manifest_file import is_manifest, load_manifest
 from shardstream.prepare.settings import PrepareProgress, PrepareSettings
 
 _MANIFEST_NAMES = (".manifest.parquet", "/manifest.parquet")
@@ -47,7 +47,7 @@ def find_input(inputs: Sequence[str | os.PathLike[str]], output: str, settings: 
     """
     names = [os.fspath(name) for name in inputs]
     options = dict(settings.storage_options)
-    if len(names) == 1 and names[0].endswith(_MANIFEST_NAMES):
+    if len(names) == 1 and (names[0].endswith(_MANIFEST_NAMES) or is_manifest(names[0])):
         manifest = load_manifest(names[0], storage_options=options, allow_url=settings.allow_url)
     else:
         tell = settings.progress

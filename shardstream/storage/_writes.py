@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from shardstream.errors import ReadError
 from shardstream.storage._locations import local_path
 from shardstream.storage._systems import Options, naming, retried
 
@@ -31,7 +32,13 @@ def write_atomic(url: str, storage_options: Options | None = None) -> Iterator[B
             file.flush()
             retried(url, storage_options, lambda fs, inner, limits: fs.put_file(file.name, inner, **limits), "write")
         return
-    temporary = Path(path).absolute().with_name(f".shardstream-{secrets.token_hex(8)}.tmp")
+    place = Path(path).absolute()
+    if not place.parent.is_dir():
+        hint = "make the folder first, or check the path"
+        raise ReadError("cannot write the file", url=url, found=f"no folder {place.parent}", hint=hint)
+    if place.is_dir():
+        raise ReadError("cannot write the file", url=url, found="a folder of that name", hint="name a file in it")
+    temporary = place.with_name(f".shardstream-{secrets.token_hex(8)}.tmp")
     with naming(url, "write"):  # the mode is that of any new file, as the user's umask has it
         number = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:

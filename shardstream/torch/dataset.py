@@ -122,6 +122,8 @@ class StreamingDataset(IterableDataset[Batch]):
             load = Mixture.load if is_mixture(manifest) else Manifest.load
             manifest = load(manifest, allow_url=allow_url)
         self.data = manifest
+        if isinstance(columns, str):
+            raise PlanError("columns= is a list of names", found=repr(columns), hint=f"write [{columns!r}]")
         self.columns = None if columns is None else tuple(columns)
         self.reading = reading or Reading()
         self.stats = ReadStats()

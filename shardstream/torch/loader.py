@@ -63,6 +63,9 @@ class StreamingLoader(DataLoader[Batch]):
         log_every_s: float | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(dataset, StreamingDataset):
+            hint = "make one of the manifest; for another dataset use torch's DataLoader"
+            raise PlanError("StreamingLoader takes a StreamingDataset", found=type(dataset).__name__, hint=hint)
         if on_break not in get_args(OnBreak):
             raise PlanError("unknown on_break", expected=" or ".join(get_args(OnBreak)), found=repr(on_break))
         for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn"):

@@ -94,6 +94,7 @@ def test_synthetic(tmp_path):
         ((), "give either MANIFEST or --synthetic"),
         (("m", "--synthetic", "1x1x1"), "give either MANIFEST or --synthetic"),
         (("--synthetic", "1x1"), "not of the form SHARDSxBLOCKSxROWS"),
+        (("--synthetic", "1x0x1"), "not of the form SHARDSxBLOCKSxROWS"),
         (("--synthetic", "1x1x9", "--label", "x"), "--label reads shards"),
         (("--synthetic", "1x1x9", "--world-size", "0"), "0 is not in the range"),
         (("--synthetic", "1x1x9", "--batch-size", "0"), "0 is not in the range"),
@@ -126,7 +127,10 @@ def test_faults(manifest, arguments, message):
 
 
 def test_a_missing_manifest(tmp_path):
-    assert run(tmp_path / "none").exit_code == 1
+    done = run(tmp_path / "none")
+    assert done.exit_code == 1
+    assert "there is no manifest here" in done.stderr
+    assert "check the path, or make one with `shardstream index`" in done.stderr
 
 
 def consume(folder, manifest, *, forget=None):

@@ -50,6 +50,13 @@ def test_reshard_as_json_with_a_manifest_elsewhere(shards, tmp_path):
     assert f"{told['num_shards']} of which were whole already" in again.stdout
 
 
+def test_a_manifest_may_have_any_name(shards, tmp_path):
+    assert run("index", shards, "-o", tmp_path / "mine.parquet", "--workers", 0).exit_code == 0
+    done = run("reshard", tmp_path / "mine.parquet", tmp_path / "out", "--workers", 0, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["num_samples"] == 100
+
+
 def test_a_dry_run_writes_nothing(shards, tmp_path):
     done = run("reshard", shards, tmp_path / "out", "--dry-run", "--shuffle", "--workers", 0)
     assert done.exit_code == 0, done.output

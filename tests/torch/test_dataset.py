@@ -50,6 +50,8 @@ def test_a_batch_has_every_column_in_its_natural_form(corpus):
 def test_unknown_columns_are_refused_with_the_nearest_name(corpus):
     with pytest.raises(PlanError, match=r"there is no column 'tokns'.*did you mean 'tokens'\?"):
         dataset_of(corpus, columns=["uid", "tokns"])
+    with pytest.raises(PlanError, match=r"columns= is a list of names: found 'tokens'; write \['tokens'\]"):
+        dataset_of(corpus, columns="tokens")
     with pytest.raises(PlanError, match=r"there is no column 'labels': expected uid or tokens or text"):
         dataset_of(corpus, targets={"lm": "labels"}, shifted=True)
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from shardstream.errors import ShardStreamWarning
+from shardstream.errors import PlanError, ShardStreamWarning
 from shardstream.fetch import Reading
 from shardstream.torch import StreamingDataset, StreamingLoader, Topology
 from tests.support.corpora import manifest_of_files, parquet_manifest, with_runs
@@ -46,6 +46,11 @@ def shown(batches):
         }
         for batch in batches
     ]
+
+
+def test_other_datasets_are_refused():
+    with pytest.raises(PlanError, match=r"takes a StreamingDataset: found list"):
+        StreamingLoader([1, 2])
 
 
 FORKED = [(kind, "fork", num_workers) for num_workers in (1, 2, 3, 5) for kind in ("plain", "streaming")]
