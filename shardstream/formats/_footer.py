@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import pyarrow as pa
@@ -115,9 +118,26 @@ def _check_chunks(metadata: pq.FileMetaData) -> None:
     if not groups or not metadata.num_columns:
         return
     file = pq.ParquetFile(pa.PythonFile(_NoData(), mode="r"), metadata=metadata, pre_buffer=True)
-    with contextlib.suppress(_BeforeDataError):
+    with _interrupts_after(), contextlib.suppress(_BeforeDataError):
         next(file.iter_batches(1, row_groups=groups, use_threads=False))
     _check_types(metadata)
+
+
+@contextlib.contextmanager
+def _interrupts_after() -> Iterator[None]:
+    """Keeps Ctrl-C until the block's end: one that comes while pyarrow makes text of an exception would be lost."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    signal.signal(signal.SIGINT, lambda number, frame: came.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            before(*came[0])
 
 
 def _check_types(metadata: pq.FileMetaData) -> None:

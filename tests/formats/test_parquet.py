@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import signal
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -336,3 +338,26 @@ def test_damage_inside_a_row_group_is_an_error_that_names_shard_and_block(tmp_pa
     Path(url).write_bytes(data)
     with pytest.raises(DecodeError, match=r"a\.parquet, block 0"):
         list(ParquetFormat().read_runs(shard, 0, None))
+
+
+def test_ctrl_c_is_not_lost_in_what_pyarrow_makes_of_an_exception(tmp_path, monkeypatch):
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "a.parquet")
+    really = traceback.format_exception
+    calls = []
+
+    def interrupted(*arguments, **options):
+        calls.append(arguments)
+        signal.raise_signal(signal.SIGINT)
+        return really(*arguments, **options)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(traceback, "format_exception", interrupted)
+    was_told = False
+    try:
+        ParquetFormat().index_shard(str(tmp_path / "a.parquet"), IndexOptions(), {})
+    except KeyboardInterrupt:
+        was_told = True
+    monkeypatch.undo()
+    assert was_told == bool(calls)  # an older pyarrow may make no text of it
+    assert signal.getsignal(signal.SIGINT) is before
+    assert ParquetFormat().index_shard(str(tmp_path / "a.parquet"), IndexOptions(), {}).block_rows.tolist() == [3]
