@@ -86,7 +86,7 @@ def read_quarantine(directory: str | os.PathLike[str]) -> list[MaskedSample]:
     """Reads what all ranks masked, each sample once per epoch, in the order of epoch and position.
 
     A job that goes on from a cursor before its end masks again what it meets again: that is told once. So are samples
-    of which several ranks with the same data told.
+    of which several ranks with the same data told. Data sets that report to one folder are told apart by their shards.
 
     Args:
         directory: The folder.
@@ -102,7 +102,7 @@ def read_quarantine(directory: str | os.PathLike[str]) -> list[MaskedSample]:
         for row, line in enumerate(path.read_bytes().split(b"\n")):
             sample = _read(path, row, line)
             if sample is not None:
-                found[sample.epoch, sample.position, sample.source or "", sample.sample_id] = sample
+                found[sample.epoch, sample.position, sample.source or "", sample.sample_id, sample.url] = sample
     return [found[place] for place in sorted(found)]
 
 
@@ -124,6 +124,7 @@ def _read(path: Path, row: int, line: bytes) -> MaskedSample | None:
 def _sample_of(values: Mapping[str, Any]) -> MaskedSample:
     sample = MaskedSample(**{name: value for name, value in values.items() if name in _NAMES})
     place = (sample.epoch, sample.position, sample.sample_id)
-    if not (all(isinstance(number, int) for number in place) and isinstance(sample.source, (str, type(None)))):
+    names = (sample.source or "", sample.url)
+    if not (all(isinstance(number, int) for number in place) and all(isinstance(name, str) for name in names)):
         raise TypeError("its place is not of whole numbers and a name")
     return sample

@@ -26,7 +26,7 @@ from shardstream.fetch import Fetched, Reading
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture
 from shardstream.plan import Plan
-from shardstream.quarantine import read_quarantine
+from shardstream.quarantine import MaskedSample, read_quarantine, write_masked
 from shardstream.torch import Evaluation, StreamingDataset, StreamingLoader, Topology, decode, pad_tokens, windows
 from shardstream.torch.assemble import Assembly
 from shardstream.torch.masking import MaskingMaker
@@ -162,6 +162,13 @@ def test_a_report_that_was_cut_is_read_up_to_there_and_goes_on(sound, tmp_path):
             read_quarantine(tmp_path)
     with pytest.raises(ReadError, match="no quarantine report"):
         read_quarantine(tmp_path / "nothing")
+
+
+def test_data_sets_that_report_to_one_folder_are_told_apart(tmp_path):
+    train = MaskedSample(0, 1, 4, "train.tar", 0, 0, 4, "it is cut")
+    for sample in (train, train, replace(train, url="valid.tar")):
+        write_masked(tmp_path, 0, [sample])
+    assert [sample.url for sample in read_quarantine(tmp_path)] == ["train.tar", "valid.tar"]
 
 
 def test_a_report_shows_no_credentials():
