@@ -119,9 +119,8 @@ class Cursor:
         names = {f.name for f in fields(cls)}
         required = names - {"grid_start", "packing", "mixture", "world_size", "manifest", "shards"}
         if missing := sorted(required - set(state)):
-            raise CursorError(
-                "a cursor lacks fields", expected=", ".join(missing), found=", ".join(map(str, list(state)[:20]))
-            )
+            found = ", ".join(map(str, list(state)[:20])) or "none"
+            raise CursorError("a cursor lacks fields", expected=", ".join(missing), found=found)
         if unknown := sorted(str(name) for name in set(state) - names):
             raise CursorError("a cursor has unknown fields", found=", ".join(unknown[:20]))
         cursor = cls(**state)
@@ -261,7 +260,9 @@ def way_out(different: list[str]) -> str:
         ways.append("resume with the manifest the run began with")
     if "global_batch" in names:
         ways.append("keep the global batch (change accumulate with the world size), or pass allow_batch_change=True")
-    if rest := sorted(names - {"fingerprint", "global_batch"}):
+    if "order_version" in names:
+        ways.append("use a release of shardstream that has the cursor's order_version")
+    if rest := sorted(names - {"fingerprint", "global_batch", "order_version"}):
         ways.append(f"set {', '.join(rest)} as in the cursor")
     return ", and ".join(ways) + "; or start a new run without the cursor"
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from shardstream.cursor import CURSOR_VERSION, Cursor
+from shardstream.cursor import CURSOR_VERSION, Cursor, way_out
 from shardstream.deal import Deal
 from shardstream.errors import CursorError
 from shardstream.manifest import Manifest
@@ -316,3 +316,8 @@ def test_a_real_stateful_data_loader_hands_over_its_place(num_workers, every):
         cursor = Cursor.from_torchdata(loader.state_dict())
         expected = (3, 0) if step == 9 else (2, 64 + step // 2 * 32)
         assert (cursor.epoch, cursor.position) == expected
+
+
+def test_an_order_version_is_no_setting():
+    told = way_out(["order_version: 2 in the cursor, 1 here", "seed: 1 in the cursor, 2 here"])
+    assert told.startswith("use a release of shardstream that has the cursor's order_version, and set seed as")

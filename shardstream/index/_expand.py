@@ -88,7 +88,7 @@ def find_shards(
     found = [shard for entry in entries for shard in finder.expand(os.fspath(entry))]
     if finder.missing or not found:
         missing = finder.missing or ["an empty list"]
-        hint = "check the spelling, the current folder, and the storage options"
+        hint = "check the spelling, the current folder, what shards end in, and the storage options"
         raise ManifestError("no shards found", found=f"nothing at {some(missing)}", hint=hint)
     check_names(found)
     return Described(found if keep_order else sorted(found), finder.num_samples)
