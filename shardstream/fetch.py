@@ -28,7 +28,7 @@ from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RunKey
-from shardstream.memory import fitted, most_batches
+from shardstream.memory import fitted, most_batches, most_kept_runs
 from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
@@ -111,7 +111,8 @@ def fetch(
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
     gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)  # its own: decoding need not wait for copies
     ranges = reading.ranges(manifests_of(plan), stats, num_workers)
-    runs = _OpenRuns(layout, reading, pool, stats, ranges, check, finds_faults=finds_faults)
+    most_kept = most_kept_runs(plan) if reading.keeps_lane_ends else 0
+    runs = _OpenRuns(layout, reading, pool, stats, ranges, check, most_kept=most_kept, finds_faults=finds_faults)
     ahead: deque[_Gather] = deque()
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
     if runs.ahead is not None:
@@ -224,15 +225,17 @@ class _OpenRuns:
         ranges: Ranges | None,
         check: BlockCheck | None,
         *,
+        most_kept: int,
         finds_faults: bool,
     ) -> None:
         self.layout, self._options, self.finds_faults = layout, reading.storage_options, finds_faults
         self._pool, self._stats, self._ranges = pool, stats, ranges
-        self._keeps_returning = reading.keeps_lane_ends
+        self._most_kept = most_kept
+        self._kept: dict[RunKey, None] = {}  # held for the end of the epoch by nobody, the longest first
         self.ahead = None
         if ranges is not None:
             most = (reading.look_ahead, reading.ahead_num_bytes)
-            self.ahead = BlocksAhead(layout, self._shard_of, ranges, *most, keeps_returning=self._keeps_returning)
+            self.ahead = BlocksAhead(layout, self._shard_of, ranges, *most, keeps_returning=most_kept > 0)
         self._check = check
         self._held: dict[RunKey, _Held] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
@@ -244,6 +247,7 @@ class _OpenRuns:
         if held is None:
             held = self._held[key] = self._open(key)
         held.num_users += 1
+        self._kept.pop(key, None)
         return held.opened
 
     def prepared(self, key: RunKey, opened: _Opened) -> Any:
@@ -257,14 +261,23 @@ class _OpenRuns:
 
     def release(self, planned: Planned) -> None:
         """Gives a gather's runs back; those that nobody holds any more are dropped, their streams closed."""
-        kept = planned.returning if self._keeps_returning else frozenset()
         for key in planned.keys:
-            held = self._held[key]
-            held.num_users -= 1
-            if held.num_users == 0 and key not in kept:
-                del self._held[key]
-                if not held.is_continued:
-                    held.opened.add_done_callback(_close_stream)
+            self._held[key].num_users -= 1
+            if self._held[key].num_users == 0:
+                if key in planned.returning:
+                    self._kept[key] = None
+                else:
+                    self._drop(key)
+        # Where lanes do not divide among ranks, another one may read the end of a lane: then the next epoch's go first.
+        while len(self._kept) > self._most_kept:
+            longest = next(iter(self._kept))
+            del self._kept[longest]
+            self._drop(longest)
+
+    def _drop(self, key: RunKey) -> None:
+        held = self._held.pop(key)
+        if not held.is_continued:
+            held.opened.add_done_callback(_close_stream)
 
     def close(self) -> None:
         for held in self._held.values():

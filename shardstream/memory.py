@@ -108,7 +108,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         runs = _runs_of(source.manifest)
         num_open = _open_runs(source, runs, rows_held, num_workers)
         if reading.keeps_lane_ends and num_workers == 1:
-            kept_num_bytes += int(_returning_runs(source) * runs.num_bytes)
+            kept_num_bytes += int(most_kept_runs(source) * runs.num_bytes)
         streamed = ceil(num_open * runs.share_streamed)
         stream = STREAM_NUM_BYTES + REMOTE_STREAM_NUM_BYTES * is_remote(source.manifest)
         decoded_num_bytes = max(decoded_num_bytes, runs.row_num_bytes if source.packed is None else row_num_bytes)
@@ -125,6 +125,22 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         gathers_num_bytes=int(rows_held * decoded_num_bytes),
         ahead_num_bytes=reading.ahead_num_bytes if remote else 0,
     )
+
+
+def most_kept_runs(plan: AnyPlan) -> int:
+    """Returns how many runs stay for the end of the epoch at the most: those that two of a reader's lanes share.
+
+    Example:
+        >>> from shardstream.manifest import Manifest
+        >>> manifest = Manifest.synthetic(num_shards=1, blocks_per_shard=100, rows_per_block=1000)
+        >>> most_kept_runs(Plan.make(manifest, batch_size=8, world_size=4, lanes=32))
+        7
+    """
+    if isinstance(plan, MixturePlan):
+        return sum(map(most_kept_runs, plan.plans))
+    if isinstance(plan.shuffle, str) or plan.packed is not None or (plan.shuffle and plan.manifest.has_long_blocks):
+        return 0
+    return -(-plan.lanes // plan.world_size) - 1
 
 
 def fitted(plan: AnyPlan, reading: Reading, num_workers: int = 1) -> Reading:
@@ -249,13 +265,6 @@ def _open_runs(plan: Plan, runs: _Runs, rows_held: int, num_workers: int) -> int
     of_rank = -(-lanes // plan.world_size) + (lanes % plan.world_size != 0)
     entered = ceil(rows_held / runs.num_rows)  # runs that gathers ahead need while earlier ones are still in use
     return min(min(of_rank, plan.lanes) + entered, runs.num_all)
-
-
-def _returning_runs(plan: Plan) -> int:
-    """Runs that stay for the end of the epoch: those that two of a reader's lanes share."""
-    if isinstance(plan.shuffle, str) or plan.packed is not None or (plan.shuffle and plan.manifest.has_long_blocks):
-        return 0
-    return -(-plan.lanes // plan.world_size) - 1
 
 
 def _smaller(reading: Reading, batch_size: int) -> Iterator[Reading]:

@@ -180,6 +180,25 @@ def test_a_block_that_two_lanes_of_a_reader_share_is_opened_once(tmp_path, world
         assert opened[True] == manifest.num_blocks
 
 
+@pytest.mark.parametrize(("world_size", "lanes"), [(3, 8), (6, 16), (5, 32)])
+def test_what_is_kept_is_bounded_where_lanes_do_not_divide_among_ranks(tmp_path, world_size, lanes):
+    """Another rank may read the end of a lane that this one read the beginning of; that must not add up."""
+    manifest = parquet_manifest(tmp_path, [740, 467], 20)
+    plan = Plan.make(manifest, batch_size=8, world_size=world_size, lanes=lanes, tail="continue")
+    held = []
+
+    class Watched(RowsLayout):
+        def prepared(self, key, rows):
+            held.append(weakref.ref(rows))
+            return super().prepared(key, rows)
+
+    planned, reading = islice(plan.micro_batches(0, plan.cursor()), 1500), Reading(gather_rows=8, look_ahead=1)
+    batches = one_by_one(fetch(plan, planned, layout=Watched(plan), reading=reading))
+    counts = [sum(ref() is not None for ref in held[-200:]) for _ in batches]
+    of_rank = lanes // world_size + 2
+    assert max(counts) <= 2 * of_rank + (of_rank - 1) + 8 * 3, "its lanes', gathers', and those that are kept"
+
+
 def test_what_was_kept_is_let_go_at_the_end_of_the_epoch(tmp_path):
     plan = Plan.make(parquet_manifest(tmp_path, [240, 167], 20), batch_size=24, lanes=8, tail="continue")
     held = []
