@@ -21,10 +21,11 @@ def fail_beside(other):
 @pytest.mark.slow
 def test_what_others_start_meanwhile_is_not_ended():
     other = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    before = set(multiprocessing.active_children())  # other tests' pools
     try:
         with pytest.raises(ValueError, match="it failed"):
             fail_beside(other)
-        for mine in set(multiprocessing.active_children()) - {other}:
+        for mine in set(multiprocessing.active_children()) - before - {other}:
             mine.join(20)
             assert mine.exitcode is not None
         assert other.is_alive()
