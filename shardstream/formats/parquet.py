@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shardstream import storage
-from shardstream.columns import Rows
+from shardstream.columns import Column, Dense, Rows
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
-from shardstream.formats._arrow import column_of, is_number, is_number_list, plain_type, rows_of, without_list_views
-from shardstream.formats._counts import RunLengths, num_valid_targets, run_lengths, token_counts
+from shardstream.formats._arrow import column_of, plain_type, rows_of, without_list_views
+from shardstream.formats._counted import counted_columns, counts_of
 from shardstream.formats._footer import (
     check_row_counts,
     decoded_num_bytes,
@@ -83,7 +83,7 @@ class ParquetFormat:
         ]
         block_rows = np.array([group.num_rows for group in groups], np.int32)
         block_run_rows = np.array(run_rows, np.int32)
-        counts = _count(url, info.num_bytes, metadata, schema, run_rows, options, storage_options)
+        counted = _counted_runs(url, info.num_bytes, metadata, schema, run_rows, options, storage_options)
         return ShardIndex(
             format="parquet",
             num_bytes=info.num_bytes,
@@ -95,7 +95,7 @@ class ParquetFormat:
             block_num_bytes=np.array([end - start for start, end in spans], np.int64),
             columns=tuple(ColumnSchema(f.name, str(f.type), num_missing(metadata, f)) for f in schema),
             arrow_schema=schema.serialize().to_pybytes(),
-            lists={"footer": footer, **counts},
+            lists={"footer": footer, **counts_of(counted, options)},
         )
 
     def ranges_of(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> list[ByteRange]:
@@ -264,24 +264,7 @@ def _cast(
 # --------------------------------------------------------------------------------------------------- counts
 
 
-def _check_counted(url: str, schema: pa.Schema, options: IndexOptions) -> list[str]:
-    """The columns that counts need, each once."""
-    if options.tokens_dtype is not None:
-        hint = "leave it out: lists of numbers say it themselves"
-        raise ManifestError("tokens_dtype is for raw bytes in tars", url=url, found=options.tokens_dtype, hint=hint)
-    lists = {} if options.tokens_column is None else {options.tokens_column: True}
-    wanted = {**dict.fromkeys(options.targets.values(), False), **lists}
-    for name, only_lists in wanted.items():
-        if name not in schema.names:
-            raise ManifestError(f"the shard has no column {name!r}", url=url, found=", ".join(schema.names))
-        kind = schema.field(name).type
-        if not (pa.types.is_null(kind) or is_number_list(kind) or (is_number(kind) and not only_lists)):
-            expected = "lists of numbers" if only_lists else "numbers or lists of numbers"
-            raise ManifestError(f"column {name!r} cannot be counted", url=url, expected=expected, found=kind)
-    return list(wanted)
-
-
-def _count(
+def _counted_runs(
     url: str,
     num_bytes: int,
     metadata: pq.FileMetaData,
@@ -289,34 +272,24 @@ def _count(
     run_rows: Sequence[int],
     options: IndexOptions,
     storage_options: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Token lengths and valid targets per sample, run by run; nothing if neither is asked for."""
-    names = _check_counted(url, schema, options)
+) -> Iterator[Mapping[str, Column]]:
+    """The columns that counts need, run by run; nothing if none is needed."""
+    names = counted_columns(url, schema, options)
     if not names:
-        return {}
-    documents: list[RunLengths] = []
-    valid: dict[str, list[Any]] = {head: [] for head in options.targets}
+        return
     groups = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
     for group, step in zip(groups, run_rows, strict=True):
         if size := _size_of_all_lists(metadata.row_group(group), schema, options):
             num_rows = metadata.row_group(group).num_rows
-            sizes, is_document = np.full(num_rows, size, np.int32), np.ones(num_rows, np.bool_)
-            documents += [RunLengths(sizes[k : k + step], is_document[k : k + step]) for k in range(0, num_rows, step)]
+            lists = np.broadcast_to(np.int8(0), (num_rows, size))  # only their shape is looked at
+            yield from ({names[0]: Dense(lists[k : k + step])} for k in range(0, num_rows, step))
             continue
         try:
             with _opened(_unindexed(url, metadata, group, names, num_bytes, storage_options), metadata) as file:
                 for table in _tables(file, group, names, step):
-                    columns = {name: column_of(table.column(name)) for name in names}
-                    if options.tokens_column is not None:
-                        documents.append(run_lengths(columns[options.tokens_column]))
-                    for head, name in options.targets.items():
-                        valid[head].append(num_valid_targets(columns[name], options.ignore_index))
+                    yield {name: column_of(table.column(name)) for name in names}
         except DAMAGE as error:
             raise ManifestError(f"row group {group} cannot be decoded", url=url, found=error) from error
-    counts: dict[str, Any] = {f"targets.{head}": _joined(parts) for head, parts in valid.items()}
-    if options.tokens_column is not None:
-        counts |= token_counts(documents, options.pack)
-    return counts
 
 
 def _size_of_all_lists(group: pq.RowGroupMetaData, schema: pa.Schema, options: IndexOptions) -> int:
@@ -347,7 +320,3 @@ def _unindexed(
         return lambda: pa.OSFile(path, "rb")
     ranges = StorageRanges(url, storage_options)
     return lambda: _span_source(ranges, metadata.row_group(group), names, num_bytes, is_streamed=True)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return np.concatenate(parts) if parts else np.zeros(0, np.int32)
