@@ -59,7 +59,7 @@ def bytes_of_runs(
 def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[[], str]) -> list[ByteRange]:
     """Returns the ranges of a block that ``bytes_of_runs`` asks for first; see ``Format.ranges_of``."""
     manifest = shard.manifest
-    ranges = pieces([_span(shard, block)])
+    ranges = pieces([block_span(shard, block)])
     if manifest.block_run_rows[block] < manifest.block_rows[block]:  # a plain shard is entered anywhere
         ranges = [] if first_run and _is_plain(shard) else ranges[:1]
     source = ShardRanges(shard, digest_now)
@@ -101,8 +101,8 @@ def _whole(values: npt.NDArray[np.uint8], num_bytes: int) -> npt.NDArray[np.uint
     return values
 
 
-def _span(shard: Shard, block: int) -> Span:
-    """First byte and end of a block in its file."""
+def block_span(shard: Shard, block: int) -> Span:
+    """Returns the first byte and the end of a block in its file."""
     offset = int(shard.manifest.block_offset[block])
     return offset, offset + int(shard.manifest.block_num_bytes[block])
 
@@ -117,7 +117,7 @@ def _block_stream(shard: Shard, block: int, data_offset: int, digest_now: Callab
     else:
         ranges, num_bytes = ShardRanges(shard, digest_now), int(manifest.num_bytes[shard.index])
         is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
-        span = SpanFile(ranges, [_span(shard, block)], num_bytes=num_bytes, is_streamed=is_streamed)
+        span = SpanFile(ranges, [block_span(shard, block)], num_bytes=num_bytes, is_streamed=is_streamed)
         file = cast("BinaryIO", span)
     with file:
         file.seek(offset)

@@ -18,7 +18,7 @@ from shardstream.columns import Column, Rows
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
 from shardstream.formats._arrow import column_of, plain_type, rows_of
-from shardstream.formats._block_bytes import bytes_of_runs
+from shardstream.formats._block_bytes import block_span, bytes_of_runs
 from shardstream.formats._counted import counted_columns, counts_of
 from shardstream.formats._ipc import Message, Messages, embedded_span, scan_messages
 from shardstream.formats._shards import (
@@ -104,7 +104,7 @@ class ArrowFormat:
         """Returns the block's bytes, cut; see ``Format.ranges_of``."""
         del columns, first_run  # a record batch is read as a whole
         source = ShardRanges(shard, lambda: _digest_now(shard))
-        return [source.range(start, end) for start, end in pieces([_span(shard, block)])]
+        return [source.range(start, end) for start, end in pieces([block_span(shard, block)])]
 
     def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
         """Yields the runs of a block, in the manifest's types; see ``Format.read_runs``."""
@@ -119,7 +119,7 @@ class ArrowFormat:
                 raise DecodeError(f"the shard has no column {name!r}", url=shard.url, block=block, found=found)
         bounds = run_bounds(shard, block)
         with naming_damage(shard.url, block):
-            start, end = _span(shard, block)
+            start, end = block_span(shard, block)
             spans = [*known.dictionaries_before(start), (start, end)]
             parts = [_bytes(shard, block, *span) for span in spans]
             table = known.table(parts[:-1], parts[-1]).select(names)
@@ -170,11 +170,6 @@ def _digest(messages: Messages, num_bytes: int) -> str:
 def _digest_now(shard: Shard) -> str:
     num_bytes = storage.stat(shard.url, shard.storage_options).num_bytes
     return _digest(_scan(shard.url, num_bytes, shard.storage_options), num_bytes)
-
-
-def _span(shard: Shard, block: int) -> tuple[int, int]:
-    offset = int(shard.manifest.block_offset[block])
-    return offset, offset + int(shard.manifest.block_num_bytes[block])
 
 
 def _bytes(shard: Shard, block: int, start: int, end: int) -> npt.NDArray[np.uint8]:
