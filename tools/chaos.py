@@ -11,7 +11,6 @@ undisturbed run at the same steps, and no process, temporary file, socket or sha
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -34,6 +33,7 @@ from tools.training.metrics import read_metrics
 from tools.trials.disturbed import Disturbed, Round, TrialError
 from tools.trials.family import alone_with_shared_memory, shared_memory, temporary_files
 from tools.trials.proof import Proof, left_in_run, prove, summary, undisturbed
+from tools.trials.publishing import publish
 from tools.trials.setting import Setting
 
 # Of programs that are killed before they can clear up: torchrun's logs, Python's sockets; and torch's cache.
@@ -122,13 +122,7 @@ def main(
         report = chaos(folder, num_rounds, seed, fixed_world_size, timeout_s)
     except (TrialError, LaunchError) as error:
         raise click.ClickException(f"{error}\n(everything is in {folder})") from None
-    text = json.dumps(report, indent=1)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(text + "\n")
-    print(text)
-    if report["violations"]:
-        raise click.ClickException(f"{len(report['violations'])} violation(s); everything is in {folder}")
+    publish(report, folder, json_path)
     if keep is None:
         shutil.rmtree(folder)
 

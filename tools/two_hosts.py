@@ -9,7 +9,6 @@ with one host, and with two again. In the end the ledger must show each sample o
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from tools.training.metrics import read_metrics
 from tools.trials.disturbed import TrialError
 from tools.trials.network import DEVICE, Host, two_hosts, why_not
 from tools.trials.proof import left_in_run, prove, undisturbed
+from tools.trials.publishing import publish
 from tools.trials.setting import NUM_STEPS, Setting
 
 _END_S = 30.0
@@ -136,13 +136,7 @@ def main(num_cuts: int, timeout_s: float, json_path: Path | None) -> None:
         report = trial(folder, num_cuts, timeout_s)
     except (TrialError, LaunchError) as error:
         raise click.ClickException(f"{error}\n(everything is in {folder})") from None
-    text = json.dumps(report, indent=1)
-    if json_path is not None:
-        json_path.parent.mkdir(parents=True, exist_ok=True)
-        json_path.write_text(text + "\n")
-    say(text)
-    if report["violations"]:
-        raise click.ClickException(f"{len(report['violations'])} violation(s); everything is in {folder}")
+    publish(report, folder, json_path)
     shutil.rmtree(folder)
 
 
