@@ -7,6 +7,7 @@ fields whose size varies; the values of all fields follow, without gaps.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -93,6 +94,24 @@ class SampleTableFormat:
             ManifestError: If they cannot be read.
         """
         raise NotImplementedError
+
+    def with_shapes(
+        self, config: dict[str, Any], shaped: Sequence[str], stream: ForwardFile, offsets: Places, url: str
+    ) -> bytes:
+        """Returns a config as it is kept, with the types and shapes that the first sample shows.
+
+        Args:
+            config: What the shard says of its fields.
+            shaped: Names of the fields whose arrays tell their type themselves.
+            stream: As in ``config_of``.
+            offsets: As in ``config_of``.
+            url: The shard.
+        """
+        if shaped and len(offsets) > 1:
+            stream.seek(int(offsets[0]))
+            first = exactly(stream, int(offsets[1] - offsets[0]))
+            config["shapes"] = _first_shapes(self.fields_of(json.dumps(config).encode(), url), first, shaped)
+        return json.dumps(config, sort_keys=True).encode()
 
     def index_shard(self, url: str, options: IndexOptions, storage_options: Mapping[str, Any]) -> ShardIndex:
         """Reads the head of a shard; all of it only if something is to be counted. See ``Format.index_shard``."""
@@ -272,7 +291,7 @@ def columns_of(
     return made
 
 
-def first_shapes(fields: SampleFields, first: bytes, names: Sequence[str]) -> dict[str, tuple[str, int]]:
+def _first_shapes(fields: SampleFields, first: bytes, names: Sequence[str]) -> dict[str, tuple[str, int]]:
     """Returns type and number of dimensions that arrays have in the first sample.
 
     Args:

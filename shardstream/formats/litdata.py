@@ -14,7 +14,7 @@ from shardstream.errors import ManifestError
 from shardstream.formats import IndexOptions, ShardIndex
 from shardstream.formats._decompress import ForwardFile
 from shardstream.formats._sample_fields import Bytes, Field, Places, arrays, data, lists, numbers, text
-from shardstream.formats._sample_table import SampleFields, SampleTableFormat, exactly, first_shapes
+from shardstream.formats._sample_table import SampleFields, SampleTableFormat
 from shardstream.formats.arrow import ArrowFormat, is_embedded
 
 INDEX_NAME = "index.json"
@@ -85,11 +85,7 @@ class LitDataFormat(SampleTableFormat):
         config["is_bare"] = index["config"].get("item_loader") == "TokensLoader"
         kinds = zip(config["names"], config["data_format"], strict=True)
         shaped = [name for name, kind in kinds if kind in ("tensor", "numpy")]
-        if shaped and len(offsets) > 1:
-            stream.seek(int(offsets[0]))
-            first = exactly(stream, int(offsets[1] - offsets[0]))
-            config["shapes"] = first_shapes(self.fields_of(json.dumps(config).encode(), url), first, shaped)
-        return json.dumps(config, sort_keys=True).encode()
+        return self.with_shapes(config, shaped, stream, offsets, url)
 
     def fields_of(self, config: bytes, url: str) -> SampleFields:
         """Returns the columns; see the table above."""

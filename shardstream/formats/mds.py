@@ -25,7 +25,7 @@ from shardstream.formats._sample_fields import (
     shifted_lists,
     text,
 )
-from shardstream.formats._sample_table import SampleFields, SampleTableFormat, exactly, first_shapes
+from shardstream.formats._sample_table import SampleFields, SampleTableFormat, exactly
 
 _NUMBERS = {
     **{kind: np.dtype(kind).newbyteorder("<") for kind in ("uint8", "uint16", "uint32", "uint64")},
@@ -69,11 +69,7 @@ class MdsFormat(SampleTableFormat):
             raise ManifestError("the shard's columns are inconsistent", url=url, found=config)
         names = zip(config["column_names"], config["column_encodings"], strict=True)
         shaped = [name for name, encoding in names if encoding.startswith("ndarray") and encoding.count(":") <= 1]
-        if shaped and len(offsets) > 1:
-            stream.seek(int(offsets[0]))
-            first = exactly(stream, int(offsets[1] - offsets[0]))
-            config["shapes"] = first_shapes(self.fields_of(json.dumps(config).encode(), url), first, shaped)
-        return json.dumps(config, sort_keys=True).encode()
+        return self.with_shapes(config, shaped, stream, offsets, url)
 
     def fields_of(self, config: bytes, url: str) -> SampleFields:
         """Returns the columns; see the table above."""
