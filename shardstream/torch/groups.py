@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardstream.errors import TopologyError
+from shardstream.torch.gloo_exit import let_gloo_finish
 from shardstream.torch.meeting import agree
 
 MAX_GLOO_RANKS = 256  # every rank of a gloo group opens a socket to every other one
@@ -57,6 +58,7 @@ def own_group(ranks: Sequence[int], backend: str, timeout_s: float, purpose: str
     if key not in groups:
         name = agree(f"the group of {purpose}", backend, _new_name, ranks=ranks, timeout_s=timeout_s)
         groups[key] = _make(list(ranks), backend, timeout_s, name, purpose)
+        let_gloo_finish()  # also where another library initialised the job's group
     return groups[key]
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardstream.errors import TopologyError, listed
+from shardstream.torch.gloo_exit import let_gloo_finish
 from shardstream.torch.topology import Topology, number_of, topology_from_environ
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def init_process_group(
     met = _meet(attempt, topology, deadline, environ)
     rank, world_size = topology.rank, topology.world_size
     dist.init_process_group(backend, store=met, rank=rank, world_size=world_size, **kwargs)
+    let_gloo_finish()
     return topology
 
 
