@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import DecodeError
+from shardstream.grouping import stable_order
 
 _PlaceOfPart: TypeAlias = Callable[[int], Mapping[str, Any]] | None
 SliceKind: TypeAlias = Literal["list", "bytes", "text"]
@@ -103,7 +104,7 @@ def gather(
         >>> gather(parts, np.array([1, 0, 0]), np.array([0, 1, 0])).columns["x"].values.tolist()
         [7, 2, 1]
     """
-    by_part = np.argsort(part_of_row, kind="stable")
+    by_part = stable_order(part_of_row)
     bounds = np.searchsorted(part_of_row[by_part], np.arange(len(parts) + 1)).tolist()
     places = [by_part[begin:end] for begin, end in pairwise(bounds)]
     picks = [row_in_part[place] for place in places]

@@ -6,15 +6,18 @@ its runs. Here is the plain one, whose rows are rows of runs; packed sequences a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from shardstream.columns import Rows, gather
 from shardstream.errors import DecodeError
+from shardstream.grouping import stable_order
 from shardstream.manifest import Manifest
 from shardstream.order import EpochOrder
 from shardstream.permutation import Int64Array
@@ -96,11 +99,12 @@ class RowsLayout:
 
     def planned(self, batches: list[PlannedBatch]) -> Planned:
         """Finds block, run and row of each position."""
-        parts = [self.plan.locate(batch.epoch, batch.positions) for batch in _by_epoch(batches)]
+        parts = [self.plan.locate(epoch, positions) for epoch, positions in _by_epoch(batches)]
         block, run, row = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         manifest = self.plan.manifest
-        codes, key_of_row = by_first_use(block << 32 | run)
-        keys = [RunKey(*divmod(code, 1 << 32)) for code in codes]
+        num_runs = int(run.max(initial=0)) + 1
+        codes, key_of_row = by_first_use(block * num_runs + run)
+        keys = [RunKey(*divmod(code, num_runs)) for code in codes]
         row_in_run = row - run * manifest.block_run_rows[block]
         make = partial(
             gather,
@@ -148,7 +152,7 @@ def by_first_use(codes: Int64Array) -> tuple[list[int], Int64Array]:
         ([7, 3], [0, 1, 0])
     """
     # Not np.unique, which imports numpy.ma: 12 ms, of the 50 that a first batch may take.
-    by_code = np.argsort(codes, kind="stable")
+    by_code = stable_order(codes)
     is_first = np.ones(len(codes), np.bool_)
     is_first[1:] = np.diff(codes[by_code]) != 0
     first_use = by_code[is_first]
@@ -160,12 +164,7 @@ def by_first_use(codes: Int64Array) -> tuple[list[int], Int64Array]:
     return codes[first_use[by_use]].tolist(), key_of_row
 
 
-def _by_epoch(batches: list[PlannedBatch]) -> list[PlannedBatch]:
-    """Joins neighbours of one epoch, whose positions can be located in one go."""
-    joined: list[PlannedBatch] = []
-    for batch in batches:
-        if joined and joined[-1].epoch == batch.epoch:
-            joined[-1] = joined[-1]._replace(positions=np.concatenate((joined[-1].positions, batch.positions)))
-        else:
-            joined.append(batch)
-    return joined
+def _by_epoch(batches: list[PlannedBatch]) -> Iterator[tuple[int, Int64Array]]:
+    """Joins the positions of neighbours of one epoch, which can be located in one go."""
+    for epoch, group in groupby(batches, key=attrgetter("epoch")):
+        yield epoch, np.concatenate([batch.positions for batch in group])

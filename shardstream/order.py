@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import PlanError, ShardStreamWarning
+from shardstream.grouping import stable_order
 from shardstream.manifest import Manifest
 from shardstream.permutation import Int64Array, full_positions, key64, keyed_permutation
 
@@ -293,7 +294,7 @@ class EpochOrder:
             return offset
         first_row = run * run_rows
         length = np.minimum(run_rows, self.manifest.block_rows[block] - first_row)
-        by_run = np.lexsort((run, block))
+        by_run = stable_order(block * (run.max() + 1) + run)
         block_sorted, run_sorted = block[by_run], run[by_run]
         changes = (block_sorted[1:] != block_sorted[:-1]) | (run_sorted[1:] != run_sorted[:-1])
         starts = np.concatenate(([0], np.flatnonzero(changes) + 1, [len(by_run)]))

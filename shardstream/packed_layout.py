@@ -13,6 +13,7 @@ import numpy.typing as npt
 from shardstream.columns import Dense, Rows, Slices, join_slices
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, PlanError
+from shardstream.grouping import stable_order
 from shardstream.layout import Planned, RunKey, by_first_use
 from shardstream.manifest import Manifest
 from shardstream.packed_faults import FAULTS, blank_run, faults_of, with_faults, without_holes
@@ -96,11 +97,12 @@ class PackedLayout:
             pieces = order.pieces(ids[rows])
             found.append(pieces._replace(sequence=rows[pieces.sequence], block=pieces.block + index * num_blocks))
         joined = Pieces(*map(np.concatenate, zip(*found, strict=True)))
-        in_order = np.argsort(joined.sequence, kind="stable")
+        in_order = stable_order(joined.sequence)
         sequence, block, run, begin, end = (array[in_order] for array in joined)
-        codes, key_of_piece = by_first_use(block << 32 | run)
+        num_runs = int(run.max(initial=0)) + 1
+        codes, key_of_piece = by_first_use(block * num_runs + run)
         keys = []
-        for index, run_index in (divmod(code, 1 << 32) for code in codes):
+        for index, run_index in (divmod(code, num_runs) for code in codes):
             epoch_index, block_index = divmod(index, num_blocks)
             keys.append(RunKey(block_index, run_index, known[epoch_index]))
         places_of_pieces = np.stack((sequence, key_of_piece, begin, end), axis=1)

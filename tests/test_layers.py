@@ -47,7 +47,7 @@ BELOW = {
     "mixture_plan": "mixing mixture_past plan",
     "mixture_layout": "packed_layout mixture_plan",
     "deal": "order",
-    "order": "manifest permutation",
+    "order": "manifest permutation grouping",
     "cursor": "permutation",
     "batching": "",
     "formats": "arrow_memory checksums ranges storage manifest fitting",
@@ -61,7 +61,8 @@ BELOW = {
     "processes": "",
     "manifest": "",
     "permutation": "",
-    "columns": "",
+    "grouping": "",
+    "columns": "grouping",
     "errors": "",
     "_version": "",
     "_lazy": "",
@@ -74,7 +75,19 @@ LAZY_UPWARDS = {
     ("manifest", "manifest_file"): "Manifest.load and .save are the front door; the file's details are behind it",
 }
 PURE = (
-    *("errors", "columns", "permutation", "manifest", "order", "deal", "cursor", "batching", "plan", "__init__"),
+    *(
+        "errors",
+        "columns",
+        "grouping",
+        "permutation",
+        "manifest",
+        "order",
+        "deal",
+        "cursor",
+        "batching",
+        "plan",
+        "__init__",
+    ),
     *("fitting", "packing", "packed_run", "mixing", "mixture_past", "mixture_plan"),
 )
 HEAVY = frozenset({"torch", "pyarrow", "fsspec"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -101,8 +101,8 @@ class ParquetFormat:
     def ranges_of(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> list[ByteRange]:
         """Returns the column chunks of a row group, cut and joined; see ``Format.ranges_of``."""
         del first_run  # a row group is decoded from its beginning
-        metadata = remembered(shard, lambda: _metadata(shard))
-        spans = row_group_spans(metadata.row_group(_row_group(shard, block, metadata)), columns)
+        known = remembered(shard, lambda: _known(shard))
+        spans = row_group_spans(known.metadata.row_group(known.row_group(shard, block)), columns)
         wanted = joined(spans)
         if shard.manifest.block_run_rows[block] >= shard.manifest.block_rows[block]:
             ranges = pieces(wanted, len(spans))
@@ -129,9 +129,8 @@ class ParquetFormat:
         """Yields the same as Arrow has it, to be written again: nothing is lost of types that numpy lacks."""
         if shard.is_local:
             check_unchanged(shard, lambda: _digest_now(shard))
-        metadata = remembered(shard, lambda: _metadata(shard))
-        group = _row_group(shard, block, metadata)
-        schema = pa.ipc.read_schema(pa.py_buffer(shard.manifest.arrow_schema)) if shard.manifest.arrow_schema else None
+        known = remembered(shard, lambda: _known(shard))
+        metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
         bounds = run_bounds(shard, block)
         source = _source(shard, metadata, group, columns, is_streamed=len(bounds) > 1)
         with naming_damage(shard.url, block), _opened(source, metadata) as file:
@@ -168,6 +167,26 @@ def _digest_now(shard: Shard) -> str:
     return footer_digest(read_footer(shard.url, num_bytes, shard.storage_options))
 
 
+class _Known(NamedTuple):
+    """What reading any block of a shard needs."""
+
+    metadata: pq.FileMetaData
+    schema: pa.Schema | None
+    """What all shards are cast to."""
+    with_rows: list[int]
+    """The row groups that are blocks: those without rows are none."""
+
+    def row_group(self, shard: Shard, block: int) -> int:
+        """The row group of a block."""
+        return self.with_rows[block - int(shard.manifest.shard_first_block[shard.index])]
+
+
+def _known(shard: Shard) -> _Known:
+    metadata, schema = _metadata(shard), shard.manifest.arrow_schema
+    with_rows = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
+    return _Known(metadata, pa.ipc.read_schema(pa.py_buffer(schema)) if schema else None, with_rows)
+
+
 def _metadata(shard: Shard) -> pq.FileMetaData:
     """The parsed footer, from the manifest where it has a copy."""
     lists = shard.manifest.lists
@@ -180,12 +199,6 @@ def _metadata(shard: Shard) -> pq.FileMetaData:
 def _whole_span(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """From the first byte of all to the last one; nothing of a row group without columns."""
     return min((start for start, _ in spans), default=0), max((end for _, end in spans), default=0)
-
-
-def _row_group(shard: Shard, block: int, metadata: pq.FileMetaData) -> int:
-    """The row group of a block: row groups without rows are not blocks."""
-    with_rows = [place for place in range(metadata.num_row_groups) if metadata.row_group(place).num_rows]
-    return with_rows[block - int(shard.manifest.shard_first_block[shard.index])]
 
 
 def _source(

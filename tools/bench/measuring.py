@@ -126,13 +126,19 @@ def _one_pass(batches: Iterable[Contract], began: float, stop_s: float) -> _Pass
         if index == 0:
             first, num_first, cpu_s = now, num_samples, time.process_time()
         else:
-            num_values += int(batch["lengths"].sum())
+            num_values += _num_values(batch)
         if index < _NUM_CHECKED:
             check(batch)
         if now - first >= stop_s:
             break
     span_s, cpu_s = max(now - first, 1e-9), max(time.process_time() - cpu_s, 1e-9)
     return _Pass(first - began, (num_samples - num_first) / span_s, num_values / span_s, num_values / cpu_s)
+
+
+def _num_values(batch: Contract) -> int:
+    # Not the sum of the lengths, where there is another way: an operation of torch for each batch, which limits lack.
+    data = batch.get("data")
+    return int(batch["lengths"].sum()) if data is None else data.numel()
 
 
 class Work(NamedTuple):
