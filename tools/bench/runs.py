@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import json
 import os
@@ -104,6 +105,7 @@ def run_suite(
     A case that is skipped or fails is not tried again.
     """
     save_results(folders, suite, [])
+    compileall.compile_dir(REPOSITORY / "shardstream", quiet=1)  # as installed; PYTHONDONTWRITEBYTECODE may be set
     for load in sorted({case.workload for case in cases}):
         touch_pages(folders.data / load)
     done: list[Measured] = []
