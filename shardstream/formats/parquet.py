@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from shardstream.formats._footer import (
     read_footer,
     row_group_spans,
 )
+from shardstream.formats._row_groups import opened
 from shardstream.formats._shards import (
     DAMAGE,
     ShardRanges,
@@ -38,8 +39,6 @@ from shardstream.formats._shards import (
 from shardstream.formats._span import RangeSource, SpanFile, joined, pieces
 from shardstream.manifest import ColumnSchema
 from shardstream.ranges import ByteRange
-
-_STREAM_NUM_BYTES = 1 << 20  # what pyarrow holds of each column while it streams a row group
 
 
 class ParquetFormat:
@@ -133,10 +132,10 @@ class ParquetFormat:
         metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
         bounds = run_bounds(shard, block)
         source = _source(shard, metadata, group, columns, is_streamed=len(bounds) > 1)
-        with naming_damage(shard.url, block), _opened(source, metadata) as file:
-            names = list(columns) if columns is not None else (schema or file.schema_arrow).names
-            _check_columns(shard, block, names, file.schema_arrow)
-            tables = _tables(file, group, names, int(shard.manifest.block_run_rows[block]))
+        with naming_damage(shard.url, block), opened(source, metadata) as file:
+            names = list(columns) if columns is not None else (schema or file.schema).names
+            _check_columns(shard, block, names, file.schema)
+            tables = file.runs(group, names, int(shard.manifest.block_run_rows[block]))
             for run, (first, end) in enumerate(bounds):
                 table = next(tables, None)
                 if table is None or table.num_rows != end - first:
@@ -226,31 +225,6 @@ def _span_source(
     return pa.PythonFile(file, mode="r")
 
 
-@contextmanager
-def _opened(source: Callable[[], pa.NativeFile], metadata: pq.FileMetaData) -> Iterator[pq.ParquetFile]:
-    """Opens a shard; what is opened is closed at the end."""
-    with source() as file:
-        yield pq.ParquetFile(
-            file,
-            metadata=metadata,
-            pre_buffer=False,  # it would fetch whole column chunks and cancel the buffer size
-            buffer_size=_STREAM_NUM_BYTES,
-            coerce_int96_timestamp_unit="us",  # nanoseconds wrap outside the years 1677 to 2262
-        )
-
-
-def _tables(
-    file: pq.ParquetFile, group: int, names: Sequence[str], run_rows: int
-) -> Iterator[pa.Table | pa.RecordBatch]:
-    """The runs of a row group."""
-    if run_rows >= file.metadata.row_group(group).num_rows:
-        return iter([file.read_row_group(group, columns=list(names), use_threads=False)])
-    batches: Iterator[pa.RecordBatch] = file.iter_batches(
-        run_rows, row_groups=[group], columns=list(names), use_threads=False
-    )
-    return batches
-
-
 def _check_columns(shard: Shard, block: int, names: Sequence[str], schema: pa.Schema) -> None:
     for name in names:
         if name not in schema.names:
@@ -298,8 +272,8 @@ def _counted_runs(
             yield from ({names[0]: Dense(lists[k : k + step])} for k in range(0, num_rows, step))
             continue
         try:
-            with _opened(_unindexed(url, metadata, group, names, num_bytes, storage_options), metadata) as file:
-                for table in _tables(file, group, names, step):
+            with opened(_unindexed(url, metadata, group, names, num_bytes, storage_options), metadata) as file:
+                for table in file.runs(group, names, step):
                     yield {name: column_of(table.column(name)) for name in names}
         except DAMAGE as error:
             raise ManifestError(f"row group {group} cannot be decoded", url=url, found=error) from error
