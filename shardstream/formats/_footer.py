@@ -118,8 +118,12 @@ def _check_chunks(metadata: pq.FileMetaData) -> None:
     if not groups or not metadata.num_columns:
         return
     file = pq.ParquetFile(pa.PythonFile(_NoData(), mode="r"), metadata=metadata, pre_buffer=True)
-    with _interrupts_after(), contextlib.suppress(_BeforeDataError):
-        next(file.iter_batches(1, row_groups=groups, use_threads=False))
+    with _interrupts_after():
+        try:
+            next(file.iter_batches(1, row_groups=groups, use_threads=False))
+        except _BeforeDataError as error:
+            # The file keeps the error, and with a traceback that would keep the file and all variables of all callers.
+            error.__traceback__ = None
     _check_types(metadata)
 
 

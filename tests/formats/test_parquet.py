@@ -4,6 +4,7 @@ import base64
 import datetime as dt
 import signal
 import traceback
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pyarrow.parquet import encryption
 from shardstream import storage
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard
+from shardstream.formats._footer import parse_footer, read_footer
 from shardstream.formats.parquet import ParquetFormat
 from tests.formats.conformance import FormatTests, Row, counts_of, indexed, manifest_of, python_rows, read_all
 
@@ -361,3 +363,20 @@ def test_ctrl_c_is_not_lost_in_what_pyarrow_makes_of_an_exception(tmp_path, monk
     assert was_told == bool(calls)  # an older pyarrow may make no text of it
     assert signal.getsignal(signal.SIGINT) is before
     assert ParquetFormat().index_shard(str(tmp_path / "a.parquet"), IndexOptions(), {}).block_rows.tolist() == [3]
+
+
+def test_checking_a_footer_holds_nothing_of_those_who_ask(tmp_path):
+    """A traceback that pyarrow kept held every caller's variables: of each shard the first block, as long as it ran."""
+    table = pa.table({"x": [1, 2, 3]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    footer = read_footer(str(tmp_path / "a.parquet"), (tmp_path / "a.parquet").stat().st_size, {})
+
+    class Held:
+        pass
+
+    def ask() -> weakref.ref[Held]:
+        held = Held()
+        parse_footer(footer, "a.parquet")
+        return weakref.ref(held)
+
+    assert ask()() is None
