@@ -30,10 +30,10 @@ def prepare_data(folders: Folders, loads: Sequence[str], scale: float, say: Call
                 say(f"wrote {name} as {form}")
             if form in MANIFEST_FORMS:
                 write_manifest(str(folder), folders.data / name / f"{form}.manifest.parquet", say)
-    if "T" in loads:  # the same data, a tenth of it: memory must not differ
-        shards = sorted((folders.data / "T" / "parquet").glob("*.parquet"))
-        tenth = [str(path) for path in shards[: max(1, len(shards) // 10)]]
-        write_manifest(tenth, folders.data / "T" / "parquet-tenth.manifest.parquet", say)
+    if "T" in loads:
+        tenfold = folders.data / "T-tenfold" / "parquet"  # ten times the same data: memory must not differ
+        data.write_tenfold(folders.data / "T" / "parquet", tenfold)
+        write_manifest(str(tenfold), folders.data / "T-tenfold" / "parquet.manifest.parquet", say)
         whole, pack = str(folders.data / "T" / "parquet"), (SEQUENCE_LENGTH,)
         write_manifest(whole, folders.data / "T" / "parquet-tokens.manifest.parquet", say, tokens="tokens", pack=pack)
 

@@ -6,13 +6,14 @@ from tools.bench.case import Case
 from tools.bench.subjects import PEERS
 
 _ONE_LANE = {"lanes": 1}
+_WHOLE = {"stop_s": 60}  # a leak shows only in a long pass
 
 
 def memory() -> list[Case]:
     """Returns the cases that need no large files."""
     cases = [
         Case("memory T", "shardstream", num_threads=0),
-        Case("memory T, a tenth", "shardstream", num_threads=0, options={"manifest": "T/parquet-tenth"}),
+        Case("memory T, ten times", "shardstream", num_threads=0, options={"manifest": "T-tenfold/parquet", **_WHOLE}),
         Case("memory T, 2 workers", "shardstream", num_workers=2, num_threads=0, options={"loader": "streaming"}),
         Case("memory I, tar", "shardstream", "I", num_threads=0, options={"form": "tar"}),
     ]
@@ -23,8 +24,8 @@ def memory() -> list[Case]:
 
 def memory_large() -> list[Case]:
     """Returns the cases of large blocks, which ``prepare --large`` writes."""
-    group = {"manifest": "large/big-group", "dataset": _ONE_LANE}
-    frame = {"manifest": "large/big-frame", "form": "tar.zst", "dataset": _ONE_LANE}
+    group = {"manifest": "large/big-group", "dataset": _ONE_LANE, **_WHOLE}
+    frame = {"manifest": "large/big-frame", "form": "tar.zst", "dataset": _ONE_LANE, **_WHOLE}
     return [
         Case("memory, one row group of 10^6 rows", "shardstream", num_threads=0, options=group),
         Case("memory, one zstd frame of 2 GB", "shardstream", "I", num_threads=0, options=frame),
