@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext, suppress
@@ -114,29 +114,37 @@ def fetch(
     most_kept = most_kept_runs(plan) if reading.keeps_lane_ends else 0
     runs = _OpenRuns(layout, reading, pool, stats, ranges, check, most_kept=most_kept, finds_faults=finds_faults)
     ahead: deque[_Gather] = deque()
+    made: deque[Future[Made]] = deque()  # of the first of those
     waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
     if runs.ahead is not None:
         waiting = runs.ahead.gathers(waiting)
-    is_late = False
+    is_late, is_first = False, True
     try:
         for planned in islice(waiting, reading.look_ahead):
-            ahead.append(_start(planned, runs, gathering))
-            if ahead[0].made.done():  # the first batch does not wait while others are planned
+            ahead.append(_gather(planned, runs))
+            made = made or deque([gathering.submit(ahead[0].make)])
+            if made[0].done():  # the first batch does not wait while others are planned
                 break
         while ahead:
-            started = ahead.popleft()
+            gather = ahead.popleft()
             try:
-                gathered, faults = started.made.result(reading.timeout_s)
+                rows, faults = made.popleft().result(reading.timeout_s)
             except FutureTimeoutError:
                 is_late = True
-                raise _too_late(layout, started, reading.timeout_s) from None
+                raise _too_late(layout, gather.planned, reading.timeout_s) from None
+            stats.num_samples += rows.num_rows
+            stats.num_bytes += rows.num_bytes
+            gathered = Gathered(gather.planned.batches, gather.planned.sample_ids, rows, faults)
+            if is_first:  # nothing else is planned or copied before its consumer has it
+                yield gathered
             # The next gather takes its runs before this one gives back its own: what both need stays open.
             num_missing = min(reading.look_ahead - len(ahead), 2)
-            ahead.extend(_start(planned, runs, gathering) for planned in islice(waiting, num_missing))
-            runs.release(started.planned)
-            stats.num_samples += gathered.num_rows
-            stats.num_bytes += gathered.num_bytes
-            yield Gathered(started.planned.batches, started.planned.sample_ids, gathered, faults)
+            ahead.extend(_gather(planned, runs) for planned in islice(waiting, num_missing))
+            made.extend(gathering.submit(following.make) for following in islice(ahead, len(made), None))
+            runs.release(gather.planned)
+            if not is_first:
+                yield gathered
+            is_first = False
     finally:
         # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
         # one of a pool must not wait for a pool.
@@ -155,7 +163,8 @@ def fetch(
 
 class _Gather(NamedTuple):
     planned: Planned
-    made: Future[Made]
+    make: Callable[[], Made]
+    """Waits for its runs and copies the rows."""
 
 
 def _gathers(
@@ -169,14 +178,15 @@ def _gathers(
         size = min(2 * size, most)
 
 
-def _start(planned: Planned, runs: _OpenRuns, gathering: ThreadPoolExecutor) -> _Gather:
+def _gather(planned: Planned, runs: _OpenRuns) -> _Gather:
+    """Takes the runs that a gather needs, opening those that are not held."""
     runs.epoch = planned.batches[0].epoch
     futures = {key: runs.acquire(key) for key in planned.keys}
 
     def run_of(key: RunKey) -> Any:
         return runs.prepared(key, futures[key])
 
-    def read() -> Made:
+    def make() -> Made:
         try:
             return Made(planned.make([run_of(key) for key in planned.keys]))
         except DecodeError as error:
@@ -184,11 +194,11 @@ def _start(planned: Planned, runs: _OpenRuns, gathering: ThreadPoolExecutor) -> 
                 raise
         return made_without_faults(runs.layout, planned, run_of)
 
-    return _Gather(planned, gathering.submit(read))
+    return _Gather(planned, make)
 
 
-def _too_late(layout: Layout, started: _Gather, timeout_s: float) -> ReadError:
-    key = started.planned.keys[0]
+def _too_late(layout: Layout, planned: Planned, timeout_s: float) -> ReadError:
+    key = planned.keys[0]
     manifest, _ = layout.source(key)
     return ReadError(
         f"data was not there after {timeout_s:g} s",

@@ -143,6 +143,36 @@ def test_the_first_batch_waits_for_its_own_blocks_only(tmp_path):
     batches.close()
 
 
+def test_nothing_stands_between_the_first_batch_and_its_consumer(tmp_path, monkeypatch):
+    """Its blocks are decoded first, and no other gather is copied before it was handed out."""
+    plan = Plan.make(parquet_manifest(tmp_path, [200], 5), batch_size=4, lanes=4)
+    decoded, copied = [], []
+    read_runs = ParquetFormat.read_runs
+
+    def noting(self, shard, block, *rest):
+        decoded.append(block)
+        return read_runs(self, shard, block, *rest)
+
+    class Noting(RowsLayout):
+        def planned(self, batches):
+            planned = super().planned(batches)
+
+            def make(runs):
+                copied.append(len(batches))
+                return planned.make(runs)
+
+            return planned._replace(make=make)
+
+    monkeypatch.setattr(ParquetFormat, "read_runs", noting)
+    gathers = fetch(plan, plan.micro_batches(0, plan.cursor()), layout=Noting(plan), reading=Reading(num_threads=1))
+    first = next(gathers)
+    assert copied == [1]
+    assert decoded[:4] == plan.locate(0, first.batches[0].positions).block.tolist()
+    next(gathers)
+    assert copied[:2] == [1, 2], "in order"
+    gathers.close()
+
+
 @pytest.mark.parametrize("run_rows", [3, 100])
 @pytest.mark.parametrize(
     ("lanes", "accumulate", "num_workers"), [(1, 1, 1), (8, 2, 1), (8, 4, 2), (16, 2, 1), (16, 1, 2), (12, 1, 1)]

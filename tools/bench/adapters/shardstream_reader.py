@@ -28,7 +28,10 @@ class ShardstreamReader(Reader):
     """
 
     package = "shardstream.torch"
-    lazy_packages = ("pyarrow.parquet", "fsspec", "tenacity", "zstandard")
+    lazy_packages = (
+        *("pyarrow.parquet", "fsspec", "tenacity", "zstandard"),
+        *("shardstream.manifest_file", "shardstream.formats.parquet"),
+    )
     repeats = True
 
     def manifest(self, name: str) -> Path:
