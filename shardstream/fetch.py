@@ -108,8 +108,8 @@ def fetch(
     stats = stats if stats is not None else ReadStats()
     check = BlockCheck(manifests_of(plan), stats) if reading.verify_checksums else None
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
-    pool = ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME)
-    gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)  # its own: decoding need not wait for copies
+    # Copies have a thread of their own: decoding need not wait for them.
+    pool, gathering = (ThreadPoolExecutor(n, thread_name_prefix=_THREAD_NAME) for n in (num_threads, 1))
     ranges = reading.ranges(manifests_of(plan), stats, num_workers)
     most_kept = most_kept_runs(plan) if reading.keeps_lane_ends else 0
     runs = _OpenRuns(layout, reading, pool, stats, ranges, check, most_kept=most_kept, finds_faults=finds_faults)
@@ -122,7 +122,8 @@ def fetch(
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_gather(planned, runs))
-            made = made or deque([gathering.submit(ahead[0].make)])
+            if len(ahead) == 1:
+                made.append(gathering.submit(ahead[0].make))
             if made[0].done():  # the first batch does not wait while others are planned
                 break
         while ahead:
@@ -140,7 +141,7 @@ def fetch(
             # The next gather takes its runs before this one gives back its own: what both need stays open.
             num_missing = min(reading.look_ahead - len(ahead), 2)
             ahead.extend(_gather(planned, runs) for planned in islice(waiting, num_missing))
-            made.extend(gathering.submit(following.make) for following in islice(ahead, len(made), None))
+            made.extend(gathering.submit(later.make) for later in islice(ahead, len(made), None))
             runs.release(gather.planned)
             if not is_first:
                 yield gathered
