@@ -16,12 +16,13 @@ import pyarrow as pa
 
 from shardstream import storage
 from shardstream.formats import Shard
-from shardstream.formats._decompress import ForwardFile, decompressed
+from shardstream.formats._decompress import ForwardFile, decompressed_block
 from shardstream.formats._shards import ShardRanges
 from shardstream.formats._span import Span, SpanFile, pieces
 from shardstream.ranges import ByteRange
 
-_READ_NUM_BYTES = 1 << 20
+_STEP_NUM_BYTES = 1 << 17  # of a compressed block that is decoded little by little
+_TAIL_NUM_BYTES = 1 << 16  # decoded behind a block's last run: padding, and the checksum of its frame
 
 
 def place_in_shard(shard: Shard, block: int) -> int:
@@ -51,9 +52,13 @@ def bytes_of_runs(
             yield _mapped(path, start, end)
         return
     with _block_stream(shard, block, data_offset, digest_now) as stream:
-        for start, end in runs:
+        for index, (start, end) in enumerate(runs):
             stream.seek(start)
-            yield read_exactly(stream, end - start)
+            values = read_exactly(stream, end - start)
+            if index == len(runs) - 1 and not _is_plain(shard):
+                stream.read_into(memoryview(bytearray(_TAIL_NUM_BYTES)))
+            yield values
+            del values
 
 
 def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[[], str]) -> list[ByteRange]:
@@ -88,11 +93,7 @@ def read_exactly(stream: ForwardFile, num_bytes: int) -> npt.NDArray[np.uint8]:
         EOFError: If it ends before.
     """
     values = np.empty(num_bytes, np.uint8)
-    view, filled = values.data, 0
-    while part := stream.read(min(_READ_NUM_BYTES, num_bytes - filled)):
-        view[filled : filled + len(part)] = part
-        filled += len(part)
-    return _whole(values[:filled], num_bytes)
+    return _whole(values[: stream.read_into(values.data)], num_bytes)
 
 
 def _whole(values: npt.NDArray[np.uint8], num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -112,13 +113,17 @@ def _block_stream(shard: Shard, block: int, data_offset: int, digest_now: Callab
     """The decoded bytes of a block, from where it can be entered."""
     manifest, url = shard.manifest, shard.url
     offset = int(manifest.block_offset[block])
+    is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
+    num_bytes = int(manifest.block_num_bytes[block])
+    # A block of one run is read at once: for each step, the thread waits for the interpreter's lock.
+    step_num_bytes = _STEP_NUM_BYTES if is_streamed else max(1, num_bytes)
     if shard.is_local:
         file = storage.open_source(url)
     else:
-        ranges, num_bytes = ShardRanges(shard, digest_now), int(manifest.num_bytes[shard.index])
-        is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
-        span = SpanFile(ranges, [block_span(shard, block)], num_bytes=num_bytes, is_streamed=is_streamed)
+        ranges, shard_num_bytes = ShardRanges(shard, digest_now), int(manifest.num_bytes[shard.index])
+        span = SpanFile(ranges, [block_span(shard, block)], num_bytes=shard_num_bytes, is_streamed=is_streamed)
         file = cast("BinaryIO", span)
     with file:
         file.seek(offset)
-        yield ForwardFile(decompressed(file, manifest.formats[shard.index]), position=data_offset)
+        stream = decompressed_block(file, manifest.formats[shard.index], num_bytes, step_num_bytes)
+        yield ForwardFile(stream, position=data_offset)
