@@ -1,14 +1,17 @@
 """Columns in memory: what formats hand over, fetching gathers and batches are made of. Numpy only.
 
-A column of n rows is one of three frozen values. ``Dense`` and ``Slices`` are views of the memory that the decoder
-filled; ``gather`` makes the one copy, from there into the batch.
+A column of n rows is one of four frozen values. ``Dense`` and ``Slices`` are views of the memory that the decoder
+filled; ``gather`` makes the one copy, from there into the batch. Of bytes it only notes where they lie (``Scattered``):
+each value is an object of Python's, and those of a batch stay in the processor's cache if they are made and dropped
+batch by batch, not a gather at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
 
 import numpy as np
@@ -18,6 +21,7 @@ from shardstream.errors import DecodeError
 from shardstream.grouping import stable_order
 
 _PlaceOfPart: TypeAlias = Callable[[int], Mapping[str, Any]] | None
+_PAGE_NUM_BYTES = 4096
 SliceKind: TypeAlias = Literal["list", "bytes", "text"]
 
 
@@ -64,7 +68,25 @@ class Objects:
         return len(self.values)
 
 
-Column: TypeAlias = Dense | Slices | Objects
+@dataclass(frozen=True, eq=False)
+class Scattered:
+    """Bytes of rows that were gathered, still where they lie: row i is in ``arrays[array_of_row[i]]``.
+
+    There it is ``[starts[i] : starts[i] + lengths[i]]``. ``arrays`` are of uint8; ``array_of_row``, ``starts`` and
+    ``lengths`` int64[n]; ``nulls`` is ``bool[n]`` or None, as in ``Slices``.
+    """
+
+    arrays: Sequence[npt.NDArray[np.uint8]]
+    array_of_row: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+    nulls: npt.NDArray[np.bool_] | None = None
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+Column: TypeAlias = Dense | Slices | Objects | Scattered
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,23 +103,25 @@ def gather(
     part_of_row: npt.NDArray[np.int64],
     row_in_part: npt.NDArray[np.int64],
     place_of_part: _PlaceOfPart = None,
+    dtypes: Mapping[str, np.dtype[Any]] = MappingProxyType({}),
 ) -> Rows:
     """Copies rows out of several parts into new columns, each value once.
 
-    Numbers land in one array; lists of numbers one row after the other in one array; bytes and text become Python
-    values (``Objects``), which batches hold them as.
+    Numbers land in one array; lists of numbers one row after the other in one array; text becomes Python values
+    (``Objects``), which batches hold it as. Bytes stay where they are until a batch is made of them (``Scattered``).
 
     Args:
         parts: Where the rows are now; all with the same columns.
         part_of_row: int64[n], which part each row is in.
         row_in_part: int64[n], where it is there.
         place_of_part: Returns where a part comes from (``url=``, ``block=``), for messages.
+        dtypes: Columns of bytes that are raw numbers, and of which type: they become lists of numbers, with one copy.
 
     Returns:
         n rows. Columns are in the order of the first part.
 
     Raises:
-        DecodeError: If text is not UTF-8.
+        DecodeError: If text is not UTF-8, or bytes are not a whole number of numbers.
 
     Example:
         >>> parts = [Rows(2, {"x": Dense(np.array([1, 2]))}), Rows(1, {"x": Dense(np.array([7]))})]
@@ -108,11 +132,27 @@ def gather(
     bounds = np.searchsorted(part_of_row[by_part], np.arange(len(parts) + 1)).tolist()
     places = [by_part[begin:end] for begin, end in pairwise(bounds)]
     picks = [row_in_part[place] for place in places]
-    columns = {}
+    columns: dict[str, Column] = {}
     for name in parts[0].columns:
         sources = [part.columns[name] for part in parts]
-        columns[name] = _gather_column(name, sources, places, picks, place_of_part)
+        if name in dtypes:
+            columns[name] = _gather_numbers(name, sources, places, picks, place_of_part, dtypes[name])
+        else:
+            columns[name] = _gather_column(name, sources, places, picks, place_of_part)
     return Rows(len(part_of_row), columns, sum(map(_num_bytes, columns.values())))
+
+
+def touch(rows: Rows) -> None:
+    """Reads a byte of each page that bytes lie in, so that those of a mapped file are there when they are copied.
+
+    Lets go of the interpreter's lock while a file is read; whoever copies them later does not.
+    """
+    for column in rows.columns.values():
+        if isinstance(column, Slices) and column.kind == "bytes" and len(column.values):
+            num_pages = -(-column.lengths // _PAGE_NUM_BYTES)
+            before = np.cumsum(num_pages) - num_pages
+            page = np.arange(num_pages.sum()) - np.repeat(before, num_pages)
+            column.values.take(np.repeat(column.starts, num_pages) + page * _PAGE_NUM_BYTES, mode="clip")
 
 
 def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
@@ -122,7 +162,7 @@ def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
         >>> slice_rows(Rows(3, {"x": Objects(["a", "b", "c"])}), 1, 3).columns["x"].values
         ['b', 'c']
     """
-    columns = {name: _slice_column(column, begin, end) for name, column in rows.columns.items()}
+    columns = {name: slice_column(column, begin, end) for name, column in rows.columns.items()}
     return Rows(end - begin, columns, rows.num_bytes * (end - begin) // max(rows.num_rows, 1))
 
 
@@ -137,6 +177,8 @@ def _gather_column(
         return _gather_dense(cast("Sequence[Dense]", columns), places, picks, num_rows)
     if all(isinstance(column, Slices) and column.kind == "list" for column in columns):
         return _gather_lists(cast("Sequence[Slices]", columns), places, picks, num_rows)
+    if all(_is_bytes(column) for column in columns):
+        return _gather_bytes(cast("Sequence[Slices | Scattered]", columns), places, picks, num_rows)
     values: list[Any] = [None] * num_rows
     for part, (column, place, pick) in enumerate(zip(columns, places, picks, strict=True)):
         try:
@@ -157,13 +199,78 @@ def _gather_dense(columns: Sequence[Dense], places: _Places, picks: _Places, num
 
 
 def _gather_lists(columns: Sequence[Slices], places: _Places, picks: _Places, num_rows: int) -> Slices:
-    part, starts, lengths = (np.empty(num_rows, np.int64) for _ in range(3))
-    for index, (column, place, pick) in enumerate(zip(columns, places, picks, strict=True)):
-        part[place], starts[place], lengths[place] = index, column.starts[pick], column.lengths[pick]
-    slices = zip(part.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
-    values = join_slices([column.values for column in columns], slices)
+    arrays, array_of_row, starts, lengths = _where(columns, places, picks, num_rows)
+    values = join_slices(arrays, _slices_of(array_of_row, starts, lengths))
     starts = np.cumsum(lengths) - lengths
     return Slices(values, starts, lengths, "list", _gather_nulls(columns, places, picks, num_rows))
+
+
+def _gather_numbers(
+    name: str,
+    columns: Sequence[Column],
+    places: _Places,
+    picks: _Places,
+    place_of_part: _PlaceOfPart,
+    dtype: np.dtype[Any],
+) -> Slices:
+    num_rows, size = sum(map(len, places)), dtype.itemsize
+    found = [_as_bytes(name, column) for column in columns]
+    for part, (column, pick) in enumerate(zip(found, picks, strict=True)):
+        odd = column.lengths[pick] % size
+        if odd.any():
+            num_bytes = int(column.lengths[pick[np.argmax(odd != 0)]])
+            raise DecodeError(
+                f"the bytes of column {name!r} are no {dtype.name}",
+                expected=f"a multiple of {size} bytes",
+                found=num_bytes,
+                hint="say their type in dtypes=, or leave the column out of it to get bytes",
+                **({} if place_of_part is None else place_of_part(part)),
+            )
+    arrays, array_of_row, starts, lengths = _where(found, places, picks, num_rows)
+    values = join_slices(arrays, _slices_of(array_of_row, starts, lengths)).view(dtype)
+    nulls = _gather_nulls(found, places, picks, num_rows)
+    return Slices(values, (np.cumsum(lengths) - lengths) // size, lengths // size, "list", nulls)
+
+
+def _as_bytes(name: str, column: Column) -> Slices | Scattered:
+    if _is_bytes(column):
+        return cast("Slices | Scattered", column)
+    if isinstance(column, Objects) and all(value is None for value in column.values):
+        none = np.zeros(len(column), np.int64)
+        return Slices(np.empty(0, np.uint8), none, none, "bytes", np.ones(len(column), np.bool_))
+    what = f"column {name!r} holds no bytes, which dtypes= says are numbers"
+    raise DecodeError(what, hint="leave it out of dtypes=: it comes as it is")
+
+
+def _slices_of(
+    array_of_row: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+) -> Iterable[tuple[int, int, int]]:
+    return zip(array_of_row.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+
+
+def _is_bytes(column: Column) -> bool:
+    return isinstance(column, Scattered) or (isinstance(column, Slices) and column.kind == "bytes")
+
+
+def _gather_bytes(columns: Sequence[Slices | Scattered], places: _Places, picks: _Places, num_rows: int) -> Scattered:
+    return Scattered(*_where(columns, places, picks, num_rows), _gather_nulls(columns, places, picks, num_rows))
+
+
+def _where(
+    columns: Sequence[Slices | Scattered], places: _Places, picks: _Places, num_rows: int
+) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The arrays that rows lie in, in which of them each is, and where: ``array_of_row``, ``starts``, ``lengths``."""
+    arrays: list[npt.NDArray[Any]] = []
+    array_of_row, starts, lengths = (np.empty(num_rows, np.int64) for _ in range(3))
+    for column, place, pick in zip(columns, places, picks, strict=True):
+        if isinstance(column, Scattered):
+            array_of_row[place] = len(arrays) + column.array_of_row[pick]
+            arrays += column.arrays
+        else:
+            array_of_row[place] = len(arrays)
+            arrays.append(column.values)
+        starts[place], lengths[place] = column.starts[pick], column.lengths[pick]
+    return arrays, array_of_row, starts, lengths
 
 
 def join_slices(arrays: Sequence[npt.NDArray[Any]], slices: Iterable[tuple[int, int, int]]) -> npt.NDArray[Any]:
@@ -194,7 +301,7 @@ def _of_one_dtype(arrays: Sequence[npt.NDArray[Any]]) -> Sequence[npt.NDArray[An
 
 
 def _gather_nulls(
-    columns: Sequence[Dense | Slices], places: _Places, picks: _Places, num_rows: int
+    columns: Sequence[Dense | Slices | Scattered], places: _Places, picks: _Places, num_rows: int
 ) -> npt.NDArray[np.bool_] | None:
     if all(column.nulls is None for column in columns):
         return None
@@ -231,7 +338,12 @@ def python_values(name: str, column: Column, rows: npt.NDArray[np.int64] | None 
         values = picked.tolist() if picked.ndim == 1 else list(picked)
     else:
         starts, lengths = column.starts[pick], column.lengths[pick]
-        values = _slice_values(name, column, zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
+        bounds = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
+        if isinstance(column, Slices):
+            values = _slice_values(name, column, bounds)
+        else:
+            arrays, places = column.arrays, column.array_of_row[pick].tolist()
+            values = [arrays[k][begin:end].tobytes() for k, (begin, end) in zip(places, bounds, strict=True)]
     if column.nulls is None:
         return values
     return [None if is_null else value for value, is_null in zip(values, column.nulls[pick].tolist(), strict=True)]
@@ -253,13 +365,16 @@ def _slice_values(name: str, column: Slices, bounds: Iterable[tuple[int, int]]) 
         raise DecodeError(f"column {name!r} holds text that is not UTF-8", found=error.reason, hint=hint) from error
 
 
-def _slice_column(column: Column, begin: int, end: int) -> Column:
+def slice_column(column: Column, begin: int, end: int) -> Column:
+    """Returns rows ``begin`` .. ``end - 1`` of a column that ``gather`` made, as views."""
     if isinstance(column, Objects):
         return Objects(column.values[begin:end])
     nulls = None if column.nulls is None else column.nulls[begin:end]
     if isinstance(column, Dense):
         return Dense(column.values[begin:end], nulls)
     starts, lengths = column.starts[begin:end], column.lengths[begin:end]
+    if isinstance(column, Scattered):
+        return replace(column, array_of_row=column.array_of_row[begin:end], starts=starts, lengths=lengths, nulls=nulls)
     if begin == end:
         return Slices(column.values[:0], starts, lengths, column.kind, nulls)
     first, last = int(starts[0]), int(starts[-1] + lengths[-1])
@@ -269,4 +384,6 @@ def _slice_column(column: Column, begin: int, end: int) -> Column:
 def _num_bytes(column: Column) -> int:
     if isinstance(column, Objects):
         return sum(len(value) for value in column.values if isinstance(value, (bytes, str)))
+    if isinstance(column, Scattered):
+        return int(column.lengths.sum())
     return int(column.values.nbytes)

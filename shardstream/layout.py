@@ -6,8 +6,8 @@ its runs. Here is the plain one, whose rows are rows of runs; packed sequences a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -82,10 +82,11 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class RowsLayout:
-    """Rows as they are in the shards."""
+    """Rows as they are in the shards; columns of raw bytes in ``dtypes`` as lists of numbers."""
 
     plan: Plan
     columns: Sequence[str] | None = None
+    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
 
     @property
     def row_num_bytes(self) -> int:
@@ -111,6 +112,7 @@ class RowsLayout:
             part_of_row=key_of_row,
             row_in_part=row_in_run,
             place_of_part=lambda part: {"url": manifest.url_of_block(keys[part].block), "block": keys[part].block},
+            dtypes=self.dtypes,
         )
         returning = self._returning(batches, keys, key_of_row)
         return Planned(batches, manifest.block_start[block] + row, keys, make, returning)

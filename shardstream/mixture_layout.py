@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -139,7 +140,12 @@ class MixtureLayout:
 
 
 def layout_of(
-    plan: AnyPlan, columns: Sequence[str] | None, ignore_index: int = -100, *, finds_faults: bool = False
+    plan: AnyPlan,
+    columns: Sequence[str] | None,
+    ignore_index: int = -100,
+    *,
+    finds_faults: bool = False,
+    dtypes: Mapping[str, np.dtype[Any]] = MappingProxyType({}),
 ) -> Layout:
     """Returns what the rows of a plan's batches are.
 
@@ -148,10 +154,11 @@ def layout_of(
         columns: Columns to read, or of packed sequences those to make; None for all.
         ignore_index: The label of what is no target.
         finds_faults: Whether packed sequences are made of documents that cannot be decoded, too, their targets masked.
+        dtypes: Columns of bytes that are raw numbers, and of which type; of unpacked rows.
     """
     if isinstance(plan, MixturePlan):
-        layouts = (layout_of(each, columns, ignore_index, finds_faults=finds_faults) for each in plan.plans)
-        return MixtureLayout(plan, tuple(layouts))
+        of_source = partial(layout_of, finds_faults=finds_faults, dtypes=dtypes)
+        return MixtureLayout(plan, tuple(of_source(each, columns, ignore_index) for each in plan.plans))
     if plan.packed is None:
-        return RowsLayout(plan, columns)
+        return RowsLayout(plan, columns, dtypes)
     return PackedLayout(plan, ignore_index, columns, finds_faults)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.columns import Dense, Objects, Rows, Slices, gather, python_values, slice_rows
+from shardstream.columns import Dense, Objects, Rows, Scattered, Slices, gather, python_values, slice_rows, touch
 from shardstream.errors import DecodeError
 
 # A row is (number or None, numbers or None, text or None, anything): what a column of each kind can hold.
@@ -89,7 +89,66 @@ def test_lists_are_gathered_into_one_array_and_numbers_keep_their_dtype():
     assert gathered["list"].values.dtype == np.int32
     assert gathered["list"].nulls is None
     assert isinstance(gathered["text"], Objects)
-    assert gathered["bytes"].values == [b"c", b"", b"a"]
+    assert python_values("bytes", gathered["bytes"]) == [b"c", b"", b"a"]
+
+
+def test_bytes_stay_where_they_are_until_a_batch_is_made():
+    rows = rows_of([(1, [], "ab", None), (2, [], "c", None)])
+    memory = rows.columns["bytes"].values
+    once = gather([rows, rows], np.array([1, 0, 0]), np.array([0, 1, 0]))
+    again = gather([once, rows], np.array([0, 1, 0]), np.array([2, 1, 0]))
+    for gathered, wanted in ((once, [b"ab", b"c", b"ab"]), (again, [b"ab", b"c", b"ab"])):
+        column = gathered.columns["bytes"]
+        assert isinstance(column, Scattered)
+        assert all(np.shares_memory(array, memory) for array in column.arrays)
+        assert python_values("bytes", column) == wanted
+
+
+DTYPES = st.sampled_from(["uint8", "int16", "uint16", "int32", "float32", "float64"])
+
+
+@given(st.lists(st.lists(st.none() | st.binary(max_size=5), max_size=5), min_size=1, max_size=4), DTYPES, st.data())
+def test_raw_numbers_are_what_their_bytes_say(parts, name, data):
+    dtype = np.dtype(name).newbyteorder("<")
+    values = [[None if value is None else value * dtype.itemsize for value in part] for part in parts]
+    rows = [
+        Rows(len(part), {"x": slices([None if value is None else list(value) for value in part], "bytes")})
+        for part in values
+    ]
+    places = [(part, row) for part, of_part in enumerate(values) for row in range(len(of_part))]
+    picked = data.draw(st.lists(st.sampled_from(places), max_size=9)) if places else []
+    order = np.array([part for part, _ in picked], np.int64), np.array([row for _, row in picked], np.int64)
+    numbers = python_values("x", gather(rows, *order, dtypes={"x": dtype}).columns["x"])
+    for (part, row), found in zip(picked, numbers, strict=True):
+        value = values[part][row]
+        if value is None:
+            assert found is None
+        else:
+            assert (found.dtype, found.tobytes()) == (dtype, value)
+
+
+def test_a_part_in_which_raw_numbers_are_missing_everywhere_has_nulls():
+    parts = [Rows(1, {"x": Objects([None])}), Rows(1, {"x": slices([[5, 0]], "bytes")})]
+    column = gather(parts, np.array([1, 0]), np.array([0, 0]), dtypes={"x": np.dtype("<u2")}).columns["x"]
+    assert (column.values.tolist(), column.lengths.tolist(), column.nulls.tolist()) == ([5], [1, 0], [False, True])
+
+
+def test_bytes_that_are_no_whole_numbers_and_columns_without_bytes_are_refused():
+    parts = [Rows(2, {"x": slices([[1, 2, 3], [4, 5]], "bytes")})]
+    dtypes = {"x": np.dtype("<u2")}
+    with pytest.raises(DecodeError, match=r"'x' are no uint16 \[a\.tar, block 7\].*multiple of 2 bytes, found 3"):
+        gather(parts, np.zeros(2, np.int64), np.arange(2), lambda _: {"url": "a.tar", "block": 7}, dtypes)
+    assert gather(parts, np.zeros(1, np.int64), np.ones(1, np.int64), None, dtypes).columns["x"].values.tolist() == [
+        1284
+    ]
+    with pytest.raises(DecodeError, match="'x' holds no bytes"):
+        gather([Rows(1, {"x": Dense(np.ones(1))})], np.zeros(1, np.int64), np.zeros(1, np.int64), None, dtypes)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 20_000])
+def test_touching_reads_no_byte_that_is_not_there(num_bytes):
+    starts, lengths = np.array([0, num_bytes, 0]), np.array([num_bytes, 0, num_bytes // 2])
+    touch(Rows(3, {"x": Slices(np.zeros(num_bytes, np.uint8), starts, lengths, "bytes"), "y": Dense(np.zeros(3))}))
 
 
 def test_parts_of_different_integer_types_become_the_one_that_holds_both():

@@ -17,10 +17,14 @@ _FRAME_MARK = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE_MARKS = frozenset(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
 
 
-class Readable(Protocol):
+class Source(Protocol):
     """What a decoder needs of a file."""
 
     def read(self, size: int, /) -> bytes: ...
+
+
+class Readable(Source, Protocol):
+    """A decoded stream."""
 
     def readinto(self, target: memoryview, /) -> int: ...
 
@@ -46,7 +50,7 @@ class ZstdStream:
         (b'abc', b'd', [0, 2])
     """
 
-    def __init__(self, file: Readable) -> None:
+    def __init__(self, file: Source) -> None:
         self.frames: list[Frame] = []
         self._file = file
         self._decoder: Any = None
@@ -149,7 +153,7 @@ def decompressed(file: BinaryIO, format_name: str) -> Readable:
     """
     if format_name.endswith(".gz"):
         return gzip.GzipFile(fileobj=file, mode="rb")
-    return ZstdStream(file) if format_name.endswith(".zst") else file
+    return ZstdStream(file) if format_name.endswith(".zst") else cast("Readable", file)
 
 
 def decompressed_block(file: BinaryIO, format_name: str, num_bytes: int, step_num_bytes: int) -> Readable:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from shardstream.columns import Column, Rows
+from shardstream.columns import Column, Rows, Scattered
 from shardstream.errors import DecodeError, PlanError, ShardStreamError
 from shardstream.faults import is_of_data, rows_at_fault, take
 from shardstream.fetch import Fetched
+from shardstream.layout import Layout
 from shardstream.manifest import Manifest
+from shardstream.mixture_layout import layout_of
 from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.torch.collate import collate_samples, columns_to_torch, count_valid, mask_padding, rows_to_samples
 from shardstream.torch.mixed import Origin, origins
@@ -22,6 +26,7 @@ from shardstream.torch.mixed import Origin, origins
 Sample: TypeAlias = dict[str, Any]
 Target: TypeAlias = str | Callable[[Mapping[str, Any]], Tensor]
 
+_BYTES = re.compile("^bytes$|binary")  # types of columns, as manifests name them
 _OWN_KEYS = ("__id__", "__seed__", "__url__", "__source__")  # for transforms; a batch has sample_ids and the plan
 
 
@@ -35,6 +40,7 @@ class Assembly:
         targets: Head name → label column, or a callable of the columns that returns int64[b].
         shifted: Whether label columns are shifted already.
         ignore_index: The label that does not count.
+        dtypes: Columns of bytes that are raw numbers, and of which type.
     """
 
     transform: Callable[[Sample], Any] | None
@@ -42,12 +48,18 @@ class Assembly:
     targets: Mapping[str, Target]
     shifted: bool | None
     ignore_index: int
+    dtypes: Mapping[str, np.dtype[Any]] = field(default_factory=dict)
+
+    def layout(self, plan: AnyPlan, columns: Sequence[str] | None, *, finds_faults: bool) -> Layout:
+        """Returns what the rows are that batches are made of; see ``layout_of``."""
+        return layout_of(plan, columns, self.ignore_index, finds_faults=finds_faults, dtypes=self.dtypes)
 
     def check(self, manifest: Manifest, columns: Sequence[str] | None) -> None:
         """Refuses what can be known to fail before training.
 
         Raises:
-            PlanError: If a column does not exist, or it was not said whether label columns are shifted.
+            PlanError: If a column does not exist, one of ``dtypes`` holds no bytes, or it was not said whether label
+                columns are shifted.
         """
         label_columns = [target for target in self.targets.values() if isinstance(target, str)]
         if label_columns and self.shifted is None:
@@ -57,11 +69,15 @@ class Assembly:
         if not manifest.columns:
             return
         made_later = self.transform is not None or self.collate is not None
-        for name in [*(columns or ()), *([] if made_later else label_columns)]:
+        for name in [*(columns or ()), *self.dtypes, *([] if made_later else label_columns)]:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 way_out = f"did you mean {near[0]!r}?" if near else None
                 raise PlanError(f"there is no column {name!r}", expected=" or ".join(known), hint=way_out)
+        for column in manifest.columns:
+            if column.name in self.dtypes and not _BYTES.search(column.type):
+                what = f"column {column.name!r} holds no bytes, which dtypes= says are numbers"
+                raise PlanError(what, found=column.type, hint="leave it out of dtypes=: it comes as it is")
 
     @property
     def is_per_batch(self) -> bool:
@@ -79,11 +95,19 @@ class Assembly:
             is_padding: bool[n].
             num_targets: int64[n], the valid targets of each row for all heads, where they are known.
 
+        Returns:
+            The columns, those of bytes as ``Scattered``, and the counts.
+
         Raises:
             DecodeError: If a column cannot be a tensor.
         """
-        columns: dict[str, Any] = dict(columns_to_torch(rows))
-        return columns, self.count_targets(columns, is_padding, num_targets)
+        late = {name: column for name, column in rows.columns.items() if isinstance(column, Scattered)}
+        for name in late.keys() & set(self.targets.values()):
+            del late[name]  # which is refused
+        made = {name: column for name, column in rows.columns.items() if name not in late}
+        columns: dict[str, Any] = dict(columns_to_torch(replace(rows, columns=made)))
+        valid = self.count_targets(columns, is_padding, num_targets)
+        return {name: late[name] if name in late else columns[name] for name in rows.columns}, valid
 
     def columns(self, fetched: Fetched, plan: AnyPlan) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the columns of a batch, and for each head its valid targets: int64[b], 0 in padding rows.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper
 
+from shardstream.columns import Scattered, python_values, slice_column
 from shardstream.read_stats import ReadCounts
 from shardstream.torch.batch import Batch, Place, restored
 from shardstream.torch.parcel import Parcel, pack, unpack
@@ -28,7 +29,8 @@ class Bundle:
     """Micro-batches that were made together.
 
     Attributes:
-        columns: Column name → tensor, ``Ragged`` or list of all rows.
+        columns: Column name → tensor, ``Ragged`` or list of all rows; or ``Scattered``, of which each batch makes its
+            own list when it is cut off.
         sample_ids: int64[n].
         is_padding: bool[n].
         valid_tokens: Head name → int64[n].
@@ -80,7 +82,11 @@ class Bundle:
         return replace(self, columns=each_tensor(dict(self.columns), pinned), is_padding=pinned(self.is_padding))
 
     def __getstate__(self) -> Parcel:
-        return pack(dict(self.__dict__))
+        columns = {
+            name: python_values(name, column) if isinstance(column, Scattered) else column
+            for name, column in self.columns.items()
+        }
+        return pack({**self.__dict__, "columns": columns})
 
     def __setstate__(self, parcel: Parcel) -> None:
         self.__dict__.update(unpack(parcel))
@@ -155,8 +161,21 @@ def _split(column: Any, sizes: Sequence[int]) -> Sequence[Any]:
         return torch.split_with_sizes(column, list(sizes))
     if isinstance(column, Ragged):
         return _split_ragged(column, np.array(sizes, np.int64))
-    ends = np.cumsum([0, *sizes]).tolist()
-    return [column[begin:end] for begin, end in pairwise(ends)]
+    bounds = list(pairwise(np.cumsum([0, *sizes]).tolist()))
+    return _LateLists(column, bounds) if isinstance(column, Scattered) else [column[a:b] for a, b in bounds]
+
+
+class _LateLists(Sequence[list[bytes]]):
+    """Pieces of a column of bytes, each made when it is asked for."""
+
+    def __init__(self, column: Scattered, bounds: Sequence[tuple[int, int]]) -> None:
+        self._column, self._bounds = column, bounds
+
+    def __len__(self) -> int:
+        return len(self._bounds)
+
+    def __getitem__(self, number: Any) -> Any:
+        return python_values("", slice_column(self._column, *self._bounds[number]))
 
 
 def _split_ragged(column: Ragged, sizes: npt.NDArray[np.int64]) -> list[Ragged]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -56,6 +57,9 @@ class StreamingDataset(IterableDataset[Batch]):
         tail: What happens to the last, partial window of an epoch: ``"pad"`` (default), ``"drop"``, ``"uneven"``,
             ``"continue"`` (the only one of a mixture), ``"repeat"`` or ``"truncate"``.
         columns: Columns to read; None for all, of a mixture for all that its sources share.
+        dtypes: Columns of bytes (fields of a tar, binary columns) that are raw little-endian numbers, and of which
+            type: ``{"tokens.bin": "uint16"}``. They come as ``Ragged`` (numpy arrays for ``transform``), made of the
+            files' bytes with one copy; without it as a list of ``bytes``.
         transform: Called with each sample (a dict with ``__id__``, ``__seed__`` and ``__url__``), returns a sample.
         collate: Called with the list of a micro-batch's samples, returns its columns as a dict. If it has an attribute
             ``takes_columns`` that is true (``pad_tokens`` has), it is called with the dict of collated columns instead.
@@ -101,6 +105,7 @@ class StreamingDataset(IterableDataset[Batch]):
         lanes: int | None = None,
         tail: str | None = None,
         columns: Sequence[str] | None = None,
+        dtypes: Mapping[str, str] | None = None,
         transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         collate: Callable[[Any], Mapping[str, Any]] | None = None,
         targets: Mapping[str, str | Callable[[Mapping[str, Any]], Tensor]] | None = None,
@@ -128,7 +133,8 @@ class StreamingDataset(IterableDataset[Batch]):
         self.reading = reading or Reading()
         self.stats = ReadStats()
         self._budget = _budget(on_error, max_masked_fraction, quarantine)
-        self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index)
+        raw = {name: _number_dtype(name, kind) for name, kind in (dtypes or {}).items()}
+        self._assembly = Assembly(transform, collate, dict(targets or {}), shifted, ignore_index, raw)
         sources = self.data.manifests if isinstance(self.data, Mixture) else (self.data,)
         asked = [packing_of(packing, sequence_length, tokens_column, eos_id, source) for source in sources]
         if isinstance(self.data, Mixture):
@@ -392,6 +398,17 @@ class StreamingDataset(IterableDataset[Batch]):
         masks = self._budget is not None
         rank, assembly = self.topology.rank, self._assembly
         return Source(plan, rank, self._start, assembly, self.columns, self.reading, self.stats, masks)
+
+
+def _number_dtype(name: str, kind: str) -> np.dtype[Any]:
+    """The dtype of raw numbers as they lie in files: little-endian."""
+    try:
+        dtype = np.dtype(kind).newbyteorder("<")
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.kind not in "iuf":
+        raise PlanError(f"unknown type of numbers for column {name!r}", expected="such as uint16", found=repr(kind))
+    return dtype
 
 
 def _budget(on_error: str, max_fraction: float, quarantine: str | os.PathLike[str] | None) -> MaskedBudget | None:

@@ -22,7 +22,6 @@ from shardstream.errors import DecodeError, shown_url
 from shardstream.faults import is_of_data, rows_at_fault, stand_ins
 from shardstream.fetch import Fetched, Reading, fetch
 from shardstream.manifest import Manifest
-from shardstream.mixture_layout import layout_of
 from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.packed_faults import FAULTS
 from shardstream.plan import PlannedBatch
@@ -130,7 +129,7 @@ class MaskingMaker:
         return self._first[epoch]
 
     def _find_first(self, epoch: int) -> Callable[[int], _Columns]:
-        layout = layout_of(self._plan, self._columns, self._assembly.ignore_index, finds_faults=True)
+        layout = self._assembly.layout(self._plan, self._columns, finds_faults=True)
         reading = replace(self._reading, num_threads=1, look_ahead=1, gather_rows=_TRIED_TOGETHER)
         num_tried = min(self._plan.num_positions, _MOST_TRIED)
         batches = _batches(epoch, num_tried)

@@ -74,6 +74,9 @@ def packed_assembly(assembly: Assembly, columns: Sequence[str] | None) -> Assemb
     if assembly.collate is not None and not getattr(assembly.collate, "takes_columns", False):
         hint = "give it a true attribute takes_columns: it then gets the dict of a batch's columns"
         raise PlanError("packed sequences are no list of samples that collate could take", hint=hint)
+    if assembly.dtypes:
+        hint = "name the type of raw tokens: packing=Packing(..., tokens_dtype=)"
+        raise PlanError("dtypes= is for samples, not for packed sequences", found=sorted(assembly.dtypes), hint=hint)
     if assembly.shifted is False:
         hint = "leave shifted out: labels[t] is the token after input_ids[t]"
         raise PlanError("labels of packed sequences are shifted", expected=True, found=False, hint=hint)

@@ -14,7 +14,6 @@ import torch
 from shardstream.cursor import Cursor
 from shardstream.errors import CursorError, DecodeError, TopologyError
 from shardstream.fetch import Fetched, Gathered, Reading, ReadStats, fetch
-from shardstream.mixture_layout import layout_of
 from shardstream.mixture_plan import AnyPlan, MixturePlan
 from shardstream.plan import PlannedBatch
 from shardstream.quarantine import MaskedSample
@@ -200,7 +199,7 @@ def _gathers(begun: _Begun, worker: Worker, first_index: int) -> Generator[Gathe
     return fetch(
         plan,
         planned,
-        layout=layout_of(plan, source.columns, source.assembly.ignore_index, finds_faults=source.masks),
+        layout=source.assembly.layout(plan, source.columns, finds_faults=source.masks),
         reading=reading,
         stats=source.stats,
         num_workers=worker.num_workers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,8 @@ class ShardstreamReader(Reader):
     """What a case's options may hold.
 
     ``form`` ("parquet"), ``manifest`` (another one, below the data's folder), ``loader`` ("none", "torch" or
-    "streaming"), ``resume_at`` (a share of the epoch), ``fields`` (leave a tar's values as the list of bytes that the
-    library delivers, instead of joining them into the contract's flat tensor); ``dataset``, ``reading`` and
+    "streaming"), ``resume_at`` (a share of the epoch), ``fields`` (a tar's values as the list of bytes that the library
+    delivers by default, instead of the contract's flat tensor); ``dataset``, ``reading`` and
     ``loader_options`` are passed on as keywords.
     """
 
@@ -62,15 +63,20 @@ class ShardstreamReader(Reader):
     def dataset_options(self, case: Case) -> dict[str, Any]:
         """Returns which columns the dataset reads."""
         load = workload(case.workload)
-        return {"columns": ["id", load.column] if case.options.get("form", "parquet") == "parquet" else [load.suffix]}
+        if case.options.get("form", "parquet") == "parquet":
+            return {"columns": ["id", load.column]}
+        dtypes = {} if case.options.get("fields", False) else {load.suffix: np.dtype(load.dtype).name}
+        return {"columns": [load.suffix], "dtypes": dtypes}
 
     def convert(self, case: Case) -> Callable[[Batch], Contract]:
         """Returns what puts a batch under the contract."""
         load, is_parquet = workload(case.workload), case.options.get("form", "parquet") == "parquet"
         if is_parquet and case.workload == "T":
             return _from_ragged
-        column = load.column if is_parquet else load.suffix
-        return _Bytes(column, case.workload, keeps_fields=case.options.get("fields", False))
+        if is_parquet or case.options.get("fields", False):
+            column = load.column if is_parquet else load.suffix
+            return _Bytes(column, case.workload, keeps_fields=not is_parquet)
+        return partial(_from_numbers, column=load.suffix)
 
     def open(self, case: Case) -> Iterable[Contract]:
         """Returns the rank's batches under the contract."""
@@ -103,6 +109,11 @@ class _Converted:
 def _from_ragged(batch: Batch) -> Contract:
     tokens = batch["tokens"]
     return {"ids": batch["id"], "lengths": tokens.lengths, "data": tokens.values}
+
+
+def _from_numbers(batch: Batch, column: str) -> Contract:
+    """Ids are ordinals in manifest order, as they are in the data."""
+    return {"ids": batch.sample_ids, "lengths": batch[column].lengths, "data": batch[column].values}
 
 
 @dataclass(frozen=True)
