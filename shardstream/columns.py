@@ -1,6 +1,6 @@
 """Columns in memory: what formats hand over, fetching gathers and batches are made of. Numpy only.
 
-A column of n rows is one of four frozen values. ``Dense`` and ``Slices`` are views of the memory that the decoder
+A column of n rows is one of three frozen values. ``Dense`` and ``Slices`` are views of the memory that the decoder
 filled; ``gather`` makes the one copy, from there into the batch. Of bytes it only notes where they lie (``Scattered``):
 each value is an object of Python's, and those of a batch stay in the processor's cache if they are made and dropped
 batch by batch, not a gather at a time.
@@ -8,8 +8,8 @@ batch by batch, not a gather at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
@@ -69,11 +69,12 @@ class Objects:
 
 
 @dataclass(frozen=True, eq=False)
-class Scattered:
-    """Bytes of rows that were gathered, still where they lie: row i is in ``arrays[array_of_row[i]]``.
+class Scattered(Sequence[bytes | None]):
+    """The ``bytes`` of rows that were gathered, made when they are asked for, of where they lie.
 
-    There it is ``[starts[i] : starts[i] + lengths[i]]``. ``arrays`` are of uint8; ``array_of_row``, ``starts`` and
-    ``lengths`` int64[n]; ``nulls`` is ``bool[n]`` or None, as in ``Slices``.
+    Row i is ``arrays[array_of_row[i]][starts[i] : starts[i] + lengths[i]]``. ``arrays`` are of uint8; ``array_of_row``,
+    ``starts`` and ``lengths`` int64[n]; ``nulls`` is ``bool[n]`` or None, as in ``Slices``. Slices of it are of the
+    same kind.
     """
 
     arrays: Sequence[npt.NDArray[np.uint8]]
@@ -85,8 +86,22 @@ class Scattered:
     def __len__(self) -> int:
         return len(self.lengths)
 
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, slice):
+            row = range(len(self))[key]
+            return next(iter(self[row : row + 1]))
+        nulls = None if self.nulls is None else self.nulls[key]
+        return Scattered(self.arrays, self.array_of_row[key], self.starts[key], self.lengths[key], nulls)
 
-Column: TypeAlias = Dense | Slices | Objects | Scattered
+    def __iter__(self) -> Iterator[bytes | None]:
+        slices = _bounds(self.array_of_row, self.starts, self.lengths)
+        values = (self.arrays[k][begin:end].tobytes() for k, begin, end in slices)
+        if self.nulls is None:
+            return values
+        return (None if is_null else value for value, is_null in zip(values, self.nulls.tolist(), strict=True))
+
+
+Column: TypeAlias = Dense | Slices | Objects
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,11 +177,12 @@ def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
         >>> slice_rows(Rows(3, {"x": Objects(["a", "b", "c"])}), 1, 3).columns["x"].values
         ['b', 'c']
     """
-    columns = {name: slice_column(column, begin, end) for name, column in rows.columns.items()}
+    columns = {name: _slice_column(column, begin, end) for name, column in rows.columns.items()}
     return Rows(end - begin, columns, rows.num_bytes * (end - begin) // max(rows.num_rows, 1))
 
 
 _Places: TypeAlias = Sequence[npt.NDArray[np.int64]]
+_Bytes: TypeAlias = Slices | Scattered
 
 
 def _gather_column(
@@ -177,8 +193,9 @@ def _gather_column(
         return _gather_dense(cast("Sequence[Dense]", columns), places, picks, num_rows)
     if all(isinstance(column, Slices) and column.kind == "list" for column in columns):
         return _gather_lists(cast("Sequence[Slices]", columns), places, picks, num_rows)
-    if all(_is_bytes(column) for column in columns):
-        return _gather_bytes(cast("Sequence[Slices | Scattered]", columns), places, picks, num_rows)
+    found = [_bytes_of(column) for column in columns]
+    if all(found_in is not None for found_in in found):
+        return Objects(_gather_bytes(cast("Sequence[_Bytes]", found), places, picks, num_rows))
     values: list[Any] = [None] * num_rows
     for part, (column, place, pick) in enumerate(zip(columns, places, picks, strict=True)):
         try:
@@ -200,7 +217,7 @@ def _gather_dense(columns: Sequence[Dense], places: _Places, picks: _Places, num
 
 def _gather_lists(columns: Sequence[Slices], places: _Places, picks: _Places, num_rows: int) -> Slices:
     arrays, array_of_row, starts, lengths = _where(columns, places, picks, num_rows)
-    values = join_slices(arrays, _slices_of(array_of_row, starts, lengths))
+    values = join_slices(arrays, _bounds(array_of_row, starts, lengths))
     starts = np.cumsum(lengths) - lengths
     return Slices(values, starts, lengths, "list", _gather_nulls(columns, places, picks, num_rows))
 
@@ -214,7 +231,7 @@ def _gather_numbers(
     dtype: np.dtype[Any],
 ) -> Slices:
     num_rows, size = sum(map(len, places)), dtype.itemsize
-    found = [_as_bytes(name, column) for column in columns]
+    found = [_raw_bytes(name, column) for column in columns]
     for part, (column, pick) in enumerate(zip(found, picks, strict=True)):
         odd = column.lengths[pick] % size
         if odd.any():
@@ -227,14 +244,15 @@ def _gather_numbers(
                 **({} if place_of_part is None else place_of_part(part)),
             )
     arrays, array_of_row, starts, lengths = _where(found, places, picks, num_rows)
-    values = join_slices(arrays, _slices_of(array_of_row, starts, lengths)).view(dtype)
+    values = join_slices(arrays, _bounds(array_of_row, starts, lengths)).view(dtype)
     nulls = _gather_nulls(found, places, picks, num_rows)
     return Slices(values, (np.cumsum(lengths) - lengths) // size, lengths // size, "list", nulls)
 
 
-def _as_bytes(name: str, column: Column) -> Slices | Scattered:
-    if _is_bytes(column):
-        return cast("Slices | Scattered", column)
+def _raw_bytes(name: str, column: Column) -> _Bytes:
+    found = _bytes_of(column)
+    if found is not None:
+        return found
     if isinstance(column, Objects) and all(value is None for value in column.values):
         none = np.zeros(len(column), np.int64)
         return Slices(np.empty(0, np.uint8), none, none, "bytes", np.ones(len(column), np.bool_))
@@ -242,22 +260,25 @@ def _as_bytes(name: str, column: Column) -> Slices | Scattered:
     raise DecodeError(what, hint="leave it out of dtypes=: it comes as it is")
 
 
-def _slices_of(
+def _bounds(
     array_of_row: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
-) -> Iterable[tuple[int, int, int]]:
+) -> Iterator[tuple[int, int, int]]:
     return zip(array_of_row.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
 
 
-def _is_bytes(column: Column) -> bool:
-    return isinstance(column, Scattered) or (isinstance(column, Slices) and column.kind == "bytes")
+def _bytes_of(column: Column) -> _Bytes | None:
+    """Where the bytes of a column lie; None if it is of something else."""
+    if isinstance(column, Slices):
+        return column if column.kind == "bytes" else None
+    return column.values if isinstance(column, Objects) and isinstance(column.values, Scattered) else None
 
 
-def _gather_bytes(columns: Sequence[Slices | Scattered], places: _Places, picks: _Places, num_rows: int) -> Scattered:
+def _gather_bytes(columns: Sequence[_Bytes], places: _Places, picks: _Places, num_rows: int) -> Scattered:
     return Scattered(*_where(columns, places, picks, num_rows), _gather_nulls(columns, places, picks, num_rows))
 
 
 def _where(
-    columns: Sequence[Slices | Scattered], places: _Places, picks: _Places, num_rows: int
+    columns: Sequence[_Bytes], places: _Places, picks: _Places, num_rows: int
 ) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The arrays that rows lie in, in which of them each is, and where: ``array_of_row``, ``starts``, ``lengths``."""
     arrays: list[npt.NDArray[Any]] = []
@@ -338,12 +359,7 @@ def python_values(name: str, column: Column, rows: npt.NDArray[np.int64] | None 
         values = picked.tolist() if picked.ndim == 1 else list(picked)
     else:
         starts, lengths = column.starts[pick], column.lengths[pick]
-        bounds = zip(starts.tolist(), (starts + lengths).tolist(), strict=True)
-        if isinstance(column, Slices):
-            values = _slice_values(name, column, bounds)
-        else:
-            arrays, places = column.arrays, column.array_of_row[pick].tolist()
-            values = [arrays[k][begin:end].tobytes() for k, (begin, end) in zip(places, bounds, strict=True)]
+        values = _slice_values(name, column, zip(starts.tolist(), (starts + lengths).tolist(), strict=True))
     if column.nulls is None:
         return values
     return [None if is_null else value for value, is_null in zip(values, column.nulls[pick].tolist(), strict=True)]
@@ -365,16 +381,13 @@ def _slice_values(name: str, column: Slices, bounds: Iterable[tuple[int, int]]) 
         raise DecodeError(f"column {name!r} holds text that is not UTF-8", found=error.reason, hint=hint) from error
 
 
-def slice_column(column: Column, begin: int, end: int) -> Column:
-    """Returns rows ``begin`` .. ``end - 1`` of a column that ``gather`` made, as views."""
+def _slice_column(column: Column, begin: int, end: int) -> Column:
     if isinstance(column, Objects):
         return Objects(column.values[begin:end])
     nulls = None if column.nulls is None else column.nulls[begin:end]
     if isinstance(column, Dense):
         return Dense(column.values[begin:end], nulls)
     starts, lengths = column.starts[begin:end], column.lengths[begin:end]
-    if isinstance(column, Scattered):
-        return replace(column, array_of_row=column.array_of_row[begin:end], starts=starts, lengths=lengths, nulls=nulls)
     if begin == end:
         return Slices(column.values[:0], starts, lengths, column.kind, nulls)
     first, last = int(starts[0]), int(starts[-1] + lengths[-1])
@@ -382,8 +395,8 @@ def slice_column(column: Column, begin: int, end: int) -> Column:
 
 
 def _num_bytes(column: Column) -> int:
+    if isinstance(column, Objects) and isinstance(column.values, Scattered):
+        return int(column.values.lengths.sum())
     if isinstance(column, Objects):
         return sum(len(value) for value in column.values if isinstance(value, (bytes, str)))
-    if isinstance(column, Scattered):
-        return int(column.lengths.sum())
     return int(column.values.nbytes)

@@ -99,8 +99,9 @@ def test_bytes_stay_where_they_are_until_a_batch_is_made():
     again = gather([once, rows], np.array([0, 1, 0]), np.array([2, 1, 0]))
     for gathered, wanted in ((once, [b"ab", b"c", b"ab"]), (again, [b"ab", b"c", b"ab"])):
         column = gathered.columns["bytes"]
-        assert isinstance(column, Scattered)
-        assert all(np.shares_memory(array, memory) for array in column.arrays)
+        assert isinstance(column.values, Scattered)
+        assert all(np.shares_memory(array, memory) for array in column.values.arrays)
+        assert (column.values[-1], list(column.values[1:])) == (wanted[-1], wanted[1:])
         assert python_values("bytes", column) == wanted
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardstream.columns import Column, Rows, Scattered
+from shardstream.columns import Column, Objects, Rows, Scattered
 from shardstream.errors import DecodeError, PlanError, ShardStreamError
 from shardstream.faults import is_of_data, rows_at_fault, take
 from shardstream.fetch import Fetched
@@ -101,9 +101,12 @@ class Assembly:
         Raises:
             DecodeError: If a column cannot be a tensor.
         """
-        late = {name: column for name, column in rows.columns.items() if isinstance(column, Scattered)}
-        for name in late.keys() & set(self.targets.values()):
-            del late[name]  # which is refused
+        targets = set(self.targets.values())
+        late = {
+            name: column.values
+            for name, column in rows.columns.items()
+            if isinstance(column, Objects) and isinstance(column.values, Scattered) and name not in targets
+        }
         made = {name: column for name, column in rows.columns.items() if name not in late}
         columns: dict[str, Any] = dict(columns_to_torch(replace(rows, columns=made)))
         valid = self.count_targets(columns, is_padding, num_targets)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._utils import ExceptionWrapper
 
-from shardstream.columns import Scattered, python_values, slice_column
+from shardstream.columns import Scattered
 from shardstream.read_stats import ReadCounts
 from shardstream.torch.batch import Batch, Place, restored
 from shardstream.torch.parcel import Parcel, pack, unpack
@@ -67,7 +67,7 @@ class Bundle:
         sources = [None] * len(sizes) if source is None else torch.split_with_sizes(source, sizes)
         for number, place in enumerate(self.places):
             yield Batch(
-                {name: column[number] for name, column in columns.items()},
+                {name: _made(column[number]) for name, column in columns.items()},
                 sample_ids=ids[number],
                 is_padding=padding[number],
                 valid_tokens={head: counts[number] for head, counts in valid.items()},
@@ -82,11 +82,7 @@ class Bundle:
         return replace(self, columns=each_tensor(dict(self.columns), pinned), is_padding=pinned(self.is_padding))
 
     def __getstate__(self) -> Parcel:
-        columns = {
-            name: python_values(name, column) if isinstance(column, Scattered) else column
-            for name, column in self.columns.items()
-        }
-        return pack({**self.__dict__, "columns": columns})
+        return pack({**self.__dict__, "columns": {name: _made(column) for name, column in self.columns.items()}})
 
     def __setstate__(self, parcel: Parcel) -> None:
         self.__dict__.update(unpack(parcel))
@@ -161,21 +157,12 @@ def _split(column: Any, sizes: Sequence[int]) -> Sequence[Any]:
         return torch.split_with_sizes(column, list(sizes))
     if isinstance(column, Ragged):
         return _split_ragged(column, np.array(sizes, np.int64))
-    bounds = list(pairwise(np.cumsum([0, *sizes]).tolist()))
-    return _LateLists(column, bounds) if isinstance(column, Scattered) else [column[a:b] for a, b in bounds]
+    ends = np.cumsum([0, *sizes]).tolist()
+    return [column[begin:end] for begin, end in pairwise(ends)]
 
 
-class _LateLists(Sequence[list[bytes]]):
-    """Pieces of a column of bytes, each made when it is asked for."""
-
-    def __init__(self, column: Scattered, bounds: Sequence[tuple[int, int]]) -> None:
-        self._column, self._bounds = column, bounds
-
-    def __len__(self) -> int:
-        return len(self._bounds)
-
-    def __getitem__(self, number: Any) -> Any:
-        return python_values("", slice_column(self._column, *self._bounds[number]))
+def _made(column: Any) -> Any:
+    return list(column) if isinstance(column, Scattered) else column
 
 
 def _split_ragged(column: Ragged, sizes: npt.NDArray[np.int64]) -> list[Ragged]:

@@ -19,12 +19,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from shardstream.columns import Column, Dense, Rows, Scattered, Slices, python_values
+from shardstream.columns import Column, Dense, Rows, Slices, python_values
 from shardstream.errors import DecodeError, PlanError
 from shardstream.torch.ragged import Ragged
 
 TorchColumn: TypeAlias = Tensor | Ragged | list[Any]
-LateColumn: TypeAlias = TorchColumn | Scattered
 Numbers: TypeAlias = npt.NDArray[Any]
 
 
