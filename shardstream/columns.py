@@ -21,7 +21,6 @@ from shardstream.errors import DecodeError
 from shardstream.grouping import stable_order
 
 _PlaceOfPart: TypeAlias = Callable[[int], Mapping[str, Any]] | None
-_PAGE_NUM_BYTES = 4096
 SliceKind: TypeAlias = Literal["list", "bytes", "text"]
 
 
@@ -155,19 +154,6 @@ def gather(
         else:
             columns[name] = _gather_column(name, sources, places, picks, place_of_part)
     return Rows(len(part_of_row), columns, sum(map(_num_bytes, columns.values())))
-
-
-def touch(rows: Rows) -> None:
-    """Reads a byte of each page that bytes lie in, so that those of a mapped file are there when they are copied.
-
-    Lets go of the interpreter's lock while a file is read; whoever copies them later does not.
-    """
-    for column in rows.columns.values():
-        if isinstance(column, Slices) and column.kind == "bytes" and len(column.values):
-            num_pages = -(-column.lengths // _PAGE_NUM_BYTES)
-            before = np.cumsum(num_pages) - num_pages
-            page = np.arange(num_pages.sum()) - np.repeat(before, num_pages)
-            column.values.take(np.repeat(column.starts, num_pages) + page * _PAGE_NUM_BYTES, mode="clip")
 
 
 def slice_rows(rows: Rows, begin: int, end: int) -> Rows:

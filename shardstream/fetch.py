@@ -23,7 +23,7 @@ import numpy as np
 
 from shardstream.ahead import BlocksAhead
 from shardstream.block_check import BlockCheck
-from shardstream.columns import Rows, slice_rows, touch
+from shardstream.columns import Rows, slice_rows
 from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
 from shardstream.formats import Shard, format_of
@@ -302,9 +302,7 @@ class _OpenRuns:
             before.is_continued = True
             return _Held(self._pool.submit(self._next_run, before.opened, key))
         self._stats.opened(OpenedBlock(self.epoch, key.source, key.block))
-        opened = self._pool.submit(self._first_run, key)
-        opened.add_done_callback(_touch)
-        return _Held(opened)
+        return _Held(self._pool.submit(self._first_run, key))
 
     def _first_run(self, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
         shard, columns = self._shard_of(key), self.layout.source(key)[1]
@@ -350,14 +348,6 @@ class _OpenRuns:
             stream.close()
             what, url = f"reading failed with {type(error).__name__}: {error}", manifest.url_of_block(key.block)
             raise ReadError(what, url=url, block=block, hint="the traceback above shows where") from error
-
-
-def _touch(opened: _Opened) -> None:
-    """Reads the pages of a mapped file, in the thread that opened the run, while others begin to use it already."""
-    if not opened.cancelled() and opened.exception() is None:
-        rows = opened.result()[0]
-        if isinstance(rows, Rows):
-            touch(rows)
 
 
 def _close_stream(opened: _Opened) -> None:

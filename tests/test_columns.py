@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.columns import Dense, Objects, Rows, Scattered, Slices, gather, python_values, slice_rows, touch
+from shardstream.columns import Dense, Objects, Rows, Scattered, Slices, gather, python_values, slice_rows
 from shardstream.errors import DecodeError
 
 # A row is (number or None, numbers or None, text or None, anything): what a column of each kind can hold.
@@ -144,12 +144,6 @@ def test_bytes_that_are_no_whole_numbers_and_columns_without_bytes_are_refused()
     ]
     with pytest.raises(DecodeError, match="'x' holds no bytes"):
         gather([Rows(1, {"x": Dense(np.ones(1))})], np.zeros(1, np.int64), np.zeros(1, np.int64), None, dtypes)
-
-
-@pytest.mark.parametrize("num_bytes", [0, 1, 4096, 4097, 20_000])
-def test_touching_reads_no_byte_that_is_not_there(num_bytes):
-    starts, lengths = np.array([0, num_bytes, 0]), np.array([num_bytes, 0, num_bytes // 2])
-    touch(Rows(3, {"x": Slices(np.zeros(num_bytes, np.uint8), starts, lengths, "bytes"), "y": Dense(np.zeros(3))}))
 
 
 def test_parts_of_different_integer_types_become_the_one_that_holds_both():

@@ -6,8 +6,10 @@ no dot ("tar"), else compressed as its ending says ("tar.zst").
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -31,7 +33,13 @@ def place_in_shard(shard: Shard, block: int) -> int:
 
 
 def bytes_of_runs(
-    shard: Shard, block: int, runs: Sequence[Span], data_offset: int, digest_now: Callable[[], str]
+    shard: Shard,
+    block: int,
+    runs: Sequence[Span],
+    data_offset: int,
+    digest_now: Callable[[], str],
+    *,
+    takes_most: bool = False,
 ) -> Generator[npt.NDArray[np.uint8], None, None]:
     """Yields the decoded bytes of runs of a block.
 
@@ -41,6 +49,8 @@ def bytes_of_runs(
         runs: First byte and end of each wanted run in the decoded stream, in order.
         data_offset: Where in the decoded stream the block can be entered.
         digest_now: See ``check_unchanged``.
+        takes_most: Whether most of these bytes are going to be copied. Then the system is asked to read what is mapped
+            ahead: bytes are copied batch by batch, and whoever copies holds the interpreter's lock.
 
     Raises:
         EOFError: If the shard ends before; other errors as ``DAMAGE`` lists them.
@@ -49,6 +59,9 @@ def bytes_of_runs(
     path = storage.local_path(shard.url) if shard.is_local else None
     if path is not None and _is_plain(shard):
         for start, end in runs:
+            if takes_most and hasattr(os, "posix_fadvise"):
+                with Path(path).open("rb") as file:
+                    os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
             yield _mapped(path, start, end)
         return
     with _block_stream(shard, block, data_offset, digest_now) as stream:

@@ -117,7 +117,8 @@ class TarFormat:
         spans = [(int(samples.starts[first]), int(samples.ends[end - 1])) for first, end in bounds]
         data_offset = int(samples.block_data_offset[place_in_shard(shard, block)])
         with naming_damage(shard.url, block):
-            runs = bytes_of_runs(shard, block, spans, data_offset, lambda: _digest_now(shard))
+            most = samples.takes_most(columns)
+            runs = bytes_of_runs(shard, block, spans, data_offset, lambda: _digest_now(shard), takes_most=most)
             with closing(runs):
                 for (first, end), (start, _), values in zip(bounds, spans, runs, strict=True):
                     yield _rows(shard, samples, first, end, columns, values, start)
@@ -219,6 +220,13 @@ class _Samples:
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     block_data_offset: npt.NDArray[np.int64]
+
+    def takes_most(self, columns: Sequence[str] | None) -> bool:
+        """Whether these fields are at least half of the shard's data."""
+        if columns is None:
+            return True
+        num_bytes = np.bincount(self.field_of_member, self.num_bytes, len(self.fields))
+        return bool(2 * sum(num_bytes[self.fields[name]] for name in columns if name in self.fields) >= num_bytes.sum())
 
 
 def _samples(shard: Shard) -> _Samples:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import struct
 import tarfile
 from pathlib import Path
@@ -294,3 +295,18 @@ def test_a_large_archive_is_indexed_without_keeping_its_headers(tmp_path: Path) 
     index = index_of(path, tar_bytes((f"{n:06d}.x", b"") for n in range(3000)))
     assert index.block_rows.sum() == 3000
     assert path.stat().st_size == index.num_bytes
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+@pytest.mark.parametrize(
+    ("columns", "is_asked"), [(None, True), (["jpg"], True), (["cls"], False), (["cls", "jpg"], True)]
+)
+def test_the_system_is_asked_ahead_for_what_is_mapped_if_most_of_it_is_wanted(tmp_path, monkeypatch, columns, is_asked):
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes([("1.cls", b"7"), ("1.jpg", payload("1.jpg", 5000)), ("2.cls", b"8"), ("2.jpg", b"")]))
+    shard = Shard(indexed(path), 0)
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: asked.append(rest))
+    rows = python_rows(TarFormat().read_runs(shard, 0, columns))
+    assert [row.get("cls", b"7") for row in rows][0] == b"7"
+    assert asked == ([(512, 8192 - 512, os.POSIX_FADV_WILLNEED)] if is_asked else [])
