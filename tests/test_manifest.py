@@ -176,14 +176,14 @@ def test_a_failure_behind_a_row_group_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lists_hold_one_row_group(tmp_path):
-    rows = [a_row(str(k), lists={"token_lengths": np.full(5, k, np.int32)}) for k in range(300)]
+def test_lists_hold_the_row_groups_used_last(tmp_path):
+    rows = [a_row(str(k), lists={"token_lengths": np.full(5, k, np.int32)}) for k in range(600)]
     lists = written(tmp_path / "m", rows).lists
     held = []
-    for shard in (0, 150, 299, 5):
+    for shard in (0, 150, 299, 5, 300, 450, 599):
         assert lists.read(shard, ["token_lengths"])["token_lengths"].tolist() == [shard] * 5
-        held.append(len(lists._open._columns["token_lengths"]))
-    assert held == [100, 100, 100, 100]
+        held.append(list(lists._open._groups))
+    assert held[2:] == [[0, 1, 2], [1, 2, 0], [1, 2, 0, 3], [2, 0, 3, 4], [0, 3, 4, 5]]
 
 
 def test_unknown_lists_are_refused(tmp_path):

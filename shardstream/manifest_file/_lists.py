@@ -20,8 +20,11 @@ from shardstream.manifest_file._flat import list_values, typed
 from shardstream.manifest_file._schema import list_type
 
 
+_MOST_GROUPS = 4  # held: each is some MB
+
+
 class ParquetLists:
-    """Reads lists of single shards; of the file, the row group used last is held.
+    """Reads lists of single shards; of the file, the few row groups used last are held.
 
     Pickles without anything open, and opens the file again in another process.
 
@@ -103,7 +106,7 @@ class ParquetLists:
 
 
 class _OpenFile:
-    """The file as this process opened it, and the columns of one row group."""
+    """The file as this process opened it, and the columns of the row groups used last: lanes are in several at once."""
 
     def __init__(self, source: Any, url: str | None) -> None:
         self.pid = os.getpid()
@@ -115,19 +118,19 @@ class _OpenFile:
             raise ManifestError("the manifest's lists cannot be read", url=url, found=error) from error
         groups = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
         self._ends = np.cumsum(groups).tolist()
-        self._group = -1
-        self._columns: dict[str, pa.Array] = {}
+        self._groups: dict[int, dict[str, pa.Array]] = {}
 
     def read(self, shard: int, names: Sequence[str]) -> dict[str, Any]:
         group = bisect.bisect_right(self._ends, shard)
         row = shard - (self._ends[group - 1] if group else 0)
         with self._lock:
-            if group != self._group:
-                self._group, self._columns = group, {}
-            wanted = [name for name in names if name not in self._columns]
+            held = self._groups[group] = self._groups.pop(group, {})  # at the end: the last one used
+            while len(self._groups) > _MOST_GROUPS:
+                del self._groups[next(iter(self._groups))]
+            wanted = [name for name in names if name not in held]
             if wanted:
-                self._load(group, wanted)
-            columns = [self._columns[name] for name in names]
+                held |= self._loaded(group, wanted)
+            columns = [held[name] for name in names]
         try:
             return {name: _values(column, row) for name, column in zip(names, columns, strict=True)}
         except (pa.ArrowException, ValueError, LookupError) as error:  # a shard that is not there, text that is none
@@ -141,13 +144,12 @@ class _OpenFile:
             raise ManifestError("the manifest's lists cannot be read", url=self._url, found=error) from error
         return {name: list_values(typed(table.column(name), list_type(name))) for name in names}
 
-    def _load(self, group: int, names: Sequence[str]) -> None:
+    def _loaded(self, group: int, names: Sequence[str]) -> dict[str, pa.Array]:
         try:
             table = self._file.read_row_group(group, columns=list(names), use_threads=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise ManifestError("the manifest's lists cannot be read", url=self._url, found=error) from error
-        for name in names:
-            self._columns[name] = typed(table.column(name), list_type(name)).combine_chunks()
+        return {name: typed(table.column(name), list_type(name)).combine_chunks() for name in names}
 
 
 def _values(column: pa.Array, row: int) -> Any:

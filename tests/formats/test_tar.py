@@ -308,5 +308,5 @@ def test_the_system_is_asked_ahead_for_what_is_mapped_if_most_of_it_is_wanted(tm
     asked = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: asked.append(rest))
     rows = python_rows(TarFormat().read_runs(shard, 0, columns))
-    assert [row.get("cls", b"7") for row in rows][0] == b"7"
+    assert rows[0].get("cls", b"7") == b"7"
     assert asked == ([(512, 8192 - 512, os.POSIX_FADV_WILLNEED)] if is_asked else [])
