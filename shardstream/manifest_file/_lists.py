@@ -19,7 +19,6 @@ from shardstream.errors import ManifestError
 from shardstream.manifest_file._flat import list_values, typed
 from shardstream.manifest_file._schema import list_type
 
-
 _MOST_GROUPS = 4  # held: each is some MB
 
 
