@@ -45,7 +45,7 @@ class MemoryNeed:
         num_streams: Of these runs, those whose block is decoded little by little.
         streams_num_bytes: What their open streams hold.
         kept_num_bytes: Runs kept from the beginning of an epoch to its end (``Reading.keeps_lane_ends``).
-        gathers_num_bytes: Rows gathered and not yet trained on.
+        gathers_num_bytes: Rows gathered and not yet trained on; as much as they may take, though bytes are not copied.
         ahead_num_bytes: Blocks of a remote store fetched and not yet decoded.
     """
 

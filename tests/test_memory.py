@@ -206,7 +206,8 @@ print(memory_need(plan).num_bytes, most - before)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     need, seen = map(int, done.stdout.split())
-    assert 0.2 * need < seen < 1.5 * need, (need / MIB, seen / MIB)
+    # Far less than may be: data is thought to be packed four to one, and gathers hold no copies of bytes.
+    assert 0.1 * need < seen < 1.5 * need, (need / MIB, seen / MIB)
 
 
 # ------------------------------------------------------------------------------------------------ values
