@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,6 +17,8 @@ from shardstream.torch.topology import Topology, number_of, topology_from_enviro
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+_LOOK_EVERY_S = 0.1
 
 
 def init_process_group(
@@ -70,22 +73,38 @@ def _make_store(topology: Topology, timeout_s: float, environ: Mapping[str, str]
             hint="set them to the host of rank 0 and a free port, the same on every rank",
         )
     hosts = topology.rank == 0 and not _agent_hosts(environ)
+    number = number_of(environ, "MASTER_PORT")
     try:
+        if not hosts:
+            _wait_for_host(host, number, timeout_s)
         return dist.TCPStore(  # type: ignore[attr-defined]
             host,
-            number_of(environ, "MASTER_PORT"),
+            number,
             world_size=topology.world_size,
             is_master=hosts,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (dist.DistError, RuntimeError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         what = "rank 0 cannot host the store" if hosts else "nobody hosts the store; rank 0 has not come"
         hint = (
             "two processes may call themselves rank 0, or the port is taken" if hosts else "look at the log of rank 0"
         )
         raise TopologyError(what, url=f"{host}:{port}", found=str(error).split("\n")[0], hint=hint) from error
+
+
+def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
+    """Returns once somebody listens there: a store that finds nobody tries twice as long as it is told to."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)):
+                return
+        except OSError:
+            if time.monotonic() + _LOOK_EVERY_S > deadline:
+                raise
+            time.sleep(_LOOK_EVERY_S)
 
 
 def _agent_hosts(environ: Mapping[str, str]) -> bool:

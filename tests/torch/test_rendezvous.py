@@ -72,6 +72,19 @@ def test_a_missing_host_is_named():
     assert text.startswith(f"nobody hosts the store; rank 0 has not come [localhost:{port}]")
 
 
+def test_a_missing_host_is_not_waited_for_twice(monkeypatch):
+    """Found by tools/chaos.py: a rank whose torchrun was killed while it imported lived for twice its deadline."""
+
+    def store(*_args, **_options):
+        raise AssertionError("torch's store tries again when its timeout has passed")
+
+    monkeypatch.setattr(dist, "TCPStore", store)
+    port = free_port()
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(TopologyError, match=f"nobody hosts the store.*localhost:{port}.*refused"):
+        init_process_group("gloo", timeout_s=0.3, environ=environ(0, 1, port, **agents))
+
+
 def test_two_processes_of_one_rank():
     port = free_port()
     found = run([(0, environ(0, 3, port)), (1, environ(1, 3, port)), (1, environ(1, 3, port))], 3)
