@@ -192,7 +192,7 @@ def _metadata(shard: Shard) -> pq.FileMetaData:
     footer = shard.read_lists("footer")["footer"] if lists is not None and "footer" in lists.names else b""
     if not footer:
         footer = read_footer(shard.url, int(shard.manifest.num_bytes[shard.index]), shard.storage_options)
-    return parse_footer(footer, shard.url, digest=shard.manifest.digests[shard.index])
+    return parse_footer(footer, shard.url)
 
 
 def _whole_span(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:

@@ -5,7 +5,6 @@ import datetime as dt
 import signal
 import traceback
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from pyarrow.parquet import encryption
 
 from shardstream import storage
 from shardstream.errors import DecodeError, ManifestError
-from shardstream.formats import IndexOptions, Shard, _footer
+from shardstream.formats import IndexOptions, Shard
 from shardstream.formats._footer import parse_footer, read_footer
 from shardstream.formats.parquet import ParquetFormat
 from tests.formats.conformance import FormatTests, Row, counts_of, indexed, manifest_of, python_rows, read_all
@@ -171,18 +170,6 @@ def test_reading_asks_for_no_footer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(storage, "read_tail", refuse)
     assert len(read_all(manifest)) == 10
-
-
-def test_a_footer_is_looked_at_again_unless_it_is_the_one_that_was_indexed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = indexed(write(tmp_path / "a.parquet", {"x": list(range(10))}))
-    looked_at: list[pq.FileMetaData] = []
-    monkeypatch.setattr(_footer, "_check_chunks", looked_at.append)
-    assert len(read_all(manifest)) == 10
-    assert not looked_at
-    assert len(read_all(replace(manifest, digests=["0" * 32]))) == 10
-    assert len(looked_at) == 1
 
 
 def test_a_remote_row_group_is_one_request_and_spares_other_columns(monkeypatch: pytest.MonkeyPatch) -> None:
