@@ -53,7 +53,7 @@ def test_lists_of_a_fixed_size_are_counted_by_the_footer(tmp_path, monkeypatch):
         counts.append(manifest.lists.read_all(names))
     assert counts[0]["run_num_tokens"].sum() == counts[1]["run_num_tokens"].sum() + 9 == 23 * 9
     assert counts[1]["token_lengths"].tolist() == [9] * 11 + [0] + [9] * 11
-    monkeypatch.delattr("shardstream.formats.parquet._tables")
+    monkeypatch.delattr("shardstream.formats.parquet.opened")
     again = token_manifest(tmp_path / "all", [9] * 23, "fixed-size list", pack=[7]).lists.read_all(names)
     assert {name: found.tolist() for name, found in again.items()} == {n: c.tolist() for n, c in counts[0].items()}
     with pytest.raises(NameError):
