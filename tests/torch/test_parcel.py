@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import pickle
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
