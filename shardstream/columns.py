@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,7 @@ class Objects:
         return len(self.values)
 
 
+@final
 @dataclass(frozen=True, eq=False)
 class Scattered(Sequence[bytes | None]):
     """The ``bytes`` of rows that were gathered, made when they are asked for, of where they lie.
