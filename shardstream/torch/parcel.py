@@ -103,14 +103,12 @@ def _sent(parcel: Parcel) -> tuple[Any, ...]:
     # Who asked torch for named segments wants no descriptors.
     if num_bytes > _MOST_IN_PIPE and hasattr(os, "memfd_create") and _shares_descriptors():
         try:
-            descriptor = os.memfd_create("shardstream")
-        except OSError:  # too many are open
-            pass
-        else:
-            with os.fdopen(descriptor, "wb") as file:
+            with os.fdopen(os.memfd_create("shardstream"), "wb") as file:
                 file.writelines(_pieces(parcel.numbers))
                 file.flush()
-                return _from_file, (parcel.rest, sizes, DupFd(descriptor))
+                return _from_file, (parcel.rest, sizes, DupFd(file.fileno()))
+        except OSError:  # too many are open, or files may not be that large
+            pass
     return _from_pipe, (parcel.rest, sizes, b"".join(_pieces(parcel.numbers)))
 
 

@@ -111,6 +111,9 @@ def test_where_no_descriptor_can_be_had_or_is_wanted_all_goes_through_the_pipe(m
         patch.setattr(os, "memfd_create", refused)
         assert sent(torch.ones(9)).tolist() == [1] * 9
     with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", lambda _name: os.open("/dev/full", os.O_WRONLY))
+        assert sent(torch.ones(9)).tolist() == [1] * 9
+    with monkeypatch.context() as patch:
         patch.delattr(os, "memfd_create")
         assert sent(torch.ones(9)).tolist() == [1] * 9
 
