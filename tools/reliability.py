@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, COUNTS = ROOT / "docs" / "reliability.md", ROOT / "docs" / "reliability"
 
 TRIALS = {
-    "chaos": ["tools/chaos.py", "--rounds", "120", "--seed", "2026", "--timeout-s", "20"],
+    "chaos": ["tools/chaos.py", "--rounds", "110", "--seed", "2026", "--timeout-s", "20"],
     "chaos-fixed": ["tools/chaos.py", "--rounds", "20", "--seed", "7", "--fixed-world-size", "2", "--timeout-s", "20"],
     "two-hosts": ["tools/two_hosts.py", "--cuts", "4"],
     "soak": ["tools/soak.py", "--micro-batches", "10000000"],
