@@ -15,7 +15,7 @@ from shardstream.read_stats import ReadStats
 from shardstream.storage import local_path
 
 _MOST_RANGE_THREADS = 32  # a store gives its bandwidth to many requests only
-_RANGE_THREADS_OF_CORE = 6  # more would wait for the processor: to receive and decode costs work, too
+_RANGE_THREADS_OF_CORE = 8  # more would wait for the processor: to receive and decode costs work, too
 _LEAST_RANGE_THREADS = 4  # in each of many workers
 
 

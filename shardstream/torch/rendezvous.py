@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardstream.errors import TopologyError, listed
+from shardstream.torch.deadline import NoAnswerError, PatientStore
 from shardstream.torch.gloo_exit import let_gloo_finish
 from shardstream.torch.topology import Topology, number_of, topology_from_environ
 
@@ -113,29 +114,38 @@ def _agent_hosts(environ: Mapping[str, str]) -> bool:
 
 def _meet(store: Store, topology: Topology, deadline: float, environ: Mapping[str, str]) -> Store:
     """Waits until every rank has come; returns the store with a prefix that only this meeting uses."""
+    try:
+        return _met(store, topology, deadline, environ)
+    except NoAnswerError as error:
+        hint = "the host of rank 0 (or of torchrun's first agent) is gone, stopped or cut off"
+        raise TopologyError("the store of rank 0 does not answer", found=error, hint=hint) from error
+    except dist.DistError as error:
+        hint = "rank 0 hosts it: look at its log"
+        raise TopologyError("the store of rank 0 went away", found=str(error).split("\n")[0], hint=hint) from error
+
+
+def _met(store: Store, topology: Topology, deadline: float, environ: Mapping[str, str]) -> Store:
     rank, world_size = topology.rank, topology.world_size
-    visit = store.add(f"visit{rank}", 1)
+    asked = PatientStore(store, deadline - time.monotonic())
+    visit = asked.add(f"visit{rank}", 1)
     if visit > 1 and not _agent_hosts(environ):
         hint = "every process needs a rank of its own"
         raise TopologyError(f"rank {rank} has come {visit} times", expected="once", hint=hint)
     # torchrun's agent keeps its store when hosts leave or join, without counting that as a restart.
-    store = prefixed(f"visit{visit}", store)
+    store, asked = prefixed(f"visit{visit}", store), asked.prefixed(f"visit{visit}")
     keys = [f"here{peer}" for peer in range(world_size)]
-    store.set(keys[rank], "")
+    asked.set(keys[rank], "")
     # The host leaves last, or the others would learn of a lost connection instead of who is missing.
     grace_s = 2.0 if rank == 0 else 0.0
     try:
-        store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001) + grace_s))
+        asked.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001) + grace_s))
     except dist.DistStoreError:
-        missing = [peer for peer in range(world_size) if not store.check([keys[peer]])]
+        missing = [peer for peer in range(world_size) if not asked.check([keys[peer]])]
         raise TopologyError(
             f"{world_size - len(missing)} of {world_size} ranks came before the deadline",
             expected=f"all ranks; missing {listed(missing)}",
             hint="look at their logs, start them, or give a longer timeout_s",
         ) from None
-    except dist.DistError as error:
-        hint = "rank 0 hosts it: look at its log"
-        raise TopologyError("the store of rank 0 went away", found=str(error).split("\n")[0], hint=hint) from error
     return store
 
 

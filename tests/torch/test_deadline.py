@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from shardstream.errors import TopologyError
-from shardstream.torch import deadline
+from shardstream.torch import Topology, deadline, init_process_group
 from shardstream.torch.deadline import NoAnswerError, within
 from shardstream.torch.meeting import agree
 
@@ -51,3 +51,16 @@ def test_a_store_whose_host_was_stopped_is_given_up(monkeypatch):
         finally:
             host.kill()
             dist.destroy_process_group()
+
+
+@pytest.mark.distributed
+def test_a_meeting_at_a_store_whose_host_was_stopped_is_given_up(monkeypatch):
+    monkeypatch.setattr(deadline, "_LEAST_S", 0.5)
+    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
+        try:
+            store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
+            host.send_signal(signal.SIGSTOP)
+            with pytest.raises(TopologyError, match="the store of rank 0 does not answer: found no answer within"):
+                init_process_group("gloo", timeout_s=0.5, topology=Topology(1, 2), store=store, environ={})
+        finally:
+            host.kill()
