@@ -11,8 +11,8 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -40,6 +40,7 @@ from shardstream.reading import Reading
 __all__ = ["Fetched", "Gathered", "ReadStats", "Reading", "fetch"]
 
 _THREAD_NAME = "shardstream-read"
+_HEAD_START_S = 0.5
 
 
 class Fetched(NamedTuple):
@@ -115,15 +116,15 @@ def fetch(
     runs = _OpenRuns(layout, reading, pool, stats, ranges, check, most_kept=most_kept, finds_faults=finds_faults)
     ahead: deque[_Gather] = deque()
     made: deque[Future[Made]] = deque()  # of the first of those
-    waiting = _gathers(plan, layout, iter(batches), reading.gather_rows, num_workers)
-    if runs.ahead is not None:
-        waiting = runs.ahead.gathers(waiting)
+    waiting = runs.asking_ahead(_gathers(plan, layout, iter(batches), reading.gather_rows, num_workers))
     is_late, is_first = False, True
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_gather(planned, runs))
             if len(ahead) == 1:
                 made.append(gathering.submit(ahead[0].make))
+                # Who plans takes the interpreter's lock from those that decode: those go first.
+                runs.wait(planned.keys[: 1 - num_threads or None], _HEAD_START_S)
             if made[0].done():  # the first batch does not wait while others are planned
                 break
         while ahead:
@@ -260,6 +261,14 @@ class _OpenRuns:
         held.num_users += 1
         self._kept.pop(key, None)
         return held.opened
+
+    def asking_ahead(self, planned: Iterator[Planned]) -> Iterator[Planned]:
+        """Yields the gathers; of a remote store their blocks, and those of later ones, are asked for before."""
+        return planned if self.ahead is None else self.ahead.gathers(planned)
+
+    def wait(self, keys: Sequence[RunKey], timeout_s: float) -> None:
+        """Waits until runs are opened, or one of them failed; whoever needs them finds out which it was."""
+        wait([self._held[key].opened for key in keys], timeout_s, FIRST_EXCEPTION)
 
     def prepared(self, key: RunKey, opened: _Opened) -> Any:
         """Returns the run as the layout prepared it, or what stands for one that cannot be decoded."""
