@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from shardstream import storage
 from shardstream.formats import Shard
-from shardstream.formats._decompress import ForwardFile, decompressed_block
+from shardstream.formats._decompress import ForwardFile, check_ratio, decompressed_block
 from shardstream.formats._shards import ShardRanges
 from shardstream.formats._span import Span, SpanFile, pieces
 from shardstream.ranges import ByteRange
@@ -59,11 +59,12 @@ def bytes_of_runs(
     path = storage.local_path(shard.url) if shard.is_local else None
     if path is not None and _is_plain(shard):
         for start, end in runs:
-            if takes_most and hasattr(os, "posix_fadvise"):
-                with Path(path).open("rb") as file:
-                    os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
+            if takes_most:
+                _ask_for(path, start, end)
             yield _mapped(path, start, end)
         return
+    if runs and not _is_plain(shard):  # what the manifest says is what memory is taken for
+        check_ratio(runs[-1][1] - data_offset, int(shard.manifest.block_num_bytes[block]))
     with _block_stream(shard, block, data_offset, digest_now) as stream:
         for index, (start, end) in enumerate(runs):
             stream.seek(start)
@@ -86,6 +87,13 @@ def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[
 
 def _is_plain(shard: Shard) -> bool:
     return "." not in shard.manifest.formats[shard.index]
+
+
+def _ask_for(path: str, start: int, end: int) -> None:
+    """Lets the system read a part of a file ahead; a hint."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError), Path(path).open("rb") as file:
+            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
 
 
 def _mapped(path: str, start: int, end: int) -> npt.NDArray[np.uint8]:

@@ -12,6 +12,7 @@ import zstandard
 _INPUT_NUM_BYTES = 1 << 13  # compressed bytes fed at a time: what one step decodes to is 256 MiB at most
 _MAX_WINDOW_NUM_BYTES = 1 << 31  # `zstd --long=31`
 _MAX_RATIO = 2_000  # of a stream; gzip cannot do more than 1,032
+_STEP_NUM_BYTES = 1 << 20
 _ANY_NUM_BYTES = 64 << 20  # decoded bytes that are never too many
 _FRAME_MARK = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE_MARKS = frozenset(bytes([first]) + b"\x2a\x4d\x18" for first in range(0x50, 0x60))
@@ -93,8 +94,7 @@ class ZstdStream:
             self._output = self._decoder.decompress(data)
             self._output_num_bytes += len(self._output)
             self._input_offset += len(data)
-            if self._output_num_bytes > max(_ANY_NUM_BYTES, _MAX_RATIO * self._input_offset):
-                raise zstandard.ZstdError(f"it decodes to more than {_MAX_RATIO:,} times its size: a trap?")
+            check_ratio(self._output_num_bytes, self._input_offset)
             if self._decoder.eof:
                 self._input = self._decoder.unused_data
                 self._input_offset -= len(self._input)
@@ -154,6 +154,19 @@ def decompressed(file: BinaryIO, format_name: str) -> Readable:
     if format_name.endswith(".gz"):
         return gzip.GzipFile(fileobj=file, mode="rb")
     return ZstdStream(file) if format_name.endswith(".zst") else cast("Readable", file)
+
+
+def check_ratio(decoded_num_bytes: int, num_bytes: int) -> None:
+    """Refuses what decodes to so many times its size that it can only be meant to fill memory.
+
+    Raises:
+        ZstdError: If it does.
+
+    Example:
+        >>> check_ratio(1 << 30, 1 << 20)
+    """
+    if decoded_num_bytes > max(_ANY_NUM_BYTES, _MAX_RATIO * num_bytes):
+        raise zstandard.ZstdError(f"it decodes to more than {_MAX_RATIO:,} times its size: a trap?")
 
 
 def decompressed_block(file: BinaryIO, format_name: str, num_bytes: int, step_num_bytes: int) -> Readable:
@@ -239,7 +252,9 @@ class ForwardFile:
         """Fills ``target``; returns how many bytes it took, fewer only at the end."""
         filled = len(self._pushed_back[: len(target)])
         target[:filled], self._pushed_back = self._pushed_back[:filled], self._pushed_back[filled:]
-        while filled < len(target) and (more := self._stream.readinto(target[filled:])):
+        # gzip's stream decodes into memory of its own first.
+        step = _STEP_NUM_BYTES if isinstance(self._stream, gzip.GzipFile) else len(target)
+        while filled < len(target) and (more := self._stream.readinto(target[filled : filled + step])):
             filled += more
         self._position += filled
         return filled

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -225,8 +226,12 @@ class _Samples:
         """Whether these fields are at least half of the shard's data."""
         if columns is None:
             return True
-        num_bytes = np.bincount(self.field_of_member, self.num_bytes, len(self.fields))
+        num_bytes = self._field_num_bytes
         return bool(2 * sum(num_bytes[self.fields[name]] for name in columns if name in self.fields) >= num_bytes.sum())
+
+    @cached_property
+    def _field_num_bytes(self) -> npt.NDArray[np.float64]:
+        return np.bincount(self.field_of_member, self.num_bytes, len(self.fields)).astype(np.float64)
 
 
 def _samples(shard: Shard) -> _Samples:

@@ -400,15 +400,15 @@ class StreamingDataset(IterableDataset[Batch]):
         return Source(plan, rank, self._start, assembly, self.columns, self.reading, self.stats, masks)
 
 
-def _number_dtype(name: str, kind: str) -> np.dtype[Any]:
-    """The dtype of raw numbers as they lie in files: little-endian."""
+def _number_dtype(name: str, kind: Any) -> np.dtype[Any]:
+    """The dtype of raw numbers as they lie in files: little-endian, and one that torch has."""
     try:
-        dtype = np.dtype(kind).newbyteorder("<")
+        dtype = np.dtype(kind if isinstance(kind, str) else object)
     except TypeError:
         dtype = np.dtype(object)
-    if dtype.kind not in "iuf":
+    if dtype.kind not in "iuf" or dtype.itemsize > np.dtype(np.int64).itemsize or dtype.str[0] == ">":
         raise PlanError(f"unknown type of numbers for column {name!r}", expected="such as uint16", found=repr(kind))
-    return dtype
+    return dtype.newbyteorder("<")
 
 
 def _budget(on_error: str, max_fraction: float, quarantine: str | os.PathLike[str] | None) -> MaskedBudget | None:

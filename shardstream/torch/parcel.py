@@ -37,7 +37,7 @@ class Parcel(NamedTuple):
 
 
 def pack(value: Any) -> Parcel:
-    """Takes a value apart; nothing is copied before the parcel is sent.
+    """Takes a value apart; nothing is copied before the parcel is sent, by a queue or pipe of ``multiprocessing``.
 
     Example:
         >>> parcel = pack({"x": torch.tensor([1, 2]), "name": ["a", "b"]})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardstream.errors import TopologyError, listed
-from shardstream.torch.deadline import NoAnswerError, PatientStore
+from shardstream.torch.deadline import NoAnswerError, PatientStore, answered
 from shardstream.torch.gloo_exit import let_gloo_finish
 from shardstream.torch.topology import Topology, number_of, topology_from_environ
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOOK_EVERY_S = 0.1
+_ANSWER_S = 30.0  # a store that is asked when a job starts is busy with all its ranks
 
 
 def init_process_group(
@@ -53,7 +54,7 @@ def init_process_group(
     """
     topology = topology if topology is not None else topology_from_environ(environ)
     deadline = time.monotonic() + timeout_s
-    store = store if store is not None else _make_store(topology, timeout_s, environ)
+    store = store if store is not None else _make_store(topology, deadline, environ)
     restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     attempt = prefixed(f"attempt{restart}/{topology.world_size}", store)
     met = _meet(attempt, topology, deadline, environ)
@@ -63,7 +64,7 @@ def init_process_group(
     return topology
 
 
-def _make_store(topology: Topology, timeout_s: float, environ: Mapping[str, str]) -> Store:
+def _make_store(topology: Topology, deadline: float, environ: Mapping[str, str]) -> Store:
     host, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if not host or not port:
         if topology.world_size == 1:
@@ -75,19 +76,24 @@ def _make_store(topology: Topology, timeout_s: float, environ: Mapping[str, str]
         )
     hosts = topology.rank == 0 and not _agent_hosts(environ)
     number = number_of(environ, "MASTER_PORT")
-    try:
-        if not hosts:
-            _wait_for_host(host, number, timeout_s)
+
+    def make() -> Store:
         return dist.TCPStore(  # type: ignore[attr-defined]
             host,
             number,
             world_size=topology.world_size,
             is_master=hosts,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=max(deadline - time.monotonic(), 0.001)),
             wait_for_workers=False,
             multi_tenant=True,
         )
-    except (dist.DistError, RuntimeError, OSError) as error:
+
+    try:
+        if hosts:
+            return make()
+        _wait_for_host(host, number, deadline)
+        return answered(deadline - time.monotonic(), make)  # who listens there may be stopped, or no store at all
+    except (dist.DistError, RuntimeError, OSError, UnicodeError, NoAnswerError) as error:
         what = "rank 0 cannot host the store" if hosts else "nobody hosts the store; rank 0 has not come"
         hint = (
             "two processes may call themselves rank 0, or the port is taken" if hosts else "look at the log of rank 0"
@@ -95,9 +101,8 @@ def _make_store(topology: Topology, timeout_s: float, environ: Mapping[str, str]
         raise TopologyError(what, url=f"{host}:{port}", found=str(error).split("\n")[0], hint=hint) from error
 
 
-def _wait_for_host(host: str, port: int, timeout_s: float) -> None:
+def _wait_for_host(host: str, port: int, deadline: float) -> None:
     """Returns once somebody listens there: a store that finds nobody tries twice as long as it is told to."""
-    deadline = time.monotonic() + timeout_s
     while True:
         try:
             with socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)):
@@ -126,7 +131,7 @@ def _meet(store: Store, topology: Topology, deadline: float, environ: Mapping[st
 
 def _met(store: Store, topology: Topology, deadline: float, environ: Mapping[str, str]) -> Store:
     rank, world_size = topology.rank, topology.world_size
-    asked = PatientStore(store, deadline - time.monotonic())
+    asked = PatientStore(store, min(deadline - time.monotonic(), _ANSWER_S))
     visit = asked.add(f"visit{rank}", 1)
     if visit > 1 and not _agent_hosts(environ):
         hint = "every process needs a rank of its own"

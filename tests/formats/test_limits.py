@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import tarfile
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import zstandard
 
 from shardstream.errors import ManifestError
-from shardstream.formats import IndexOptions, format_of
+from shardstream.formats import IndexOptions, Shard, format_of
+from shardstream.formats._block_bytes import bytes_of_runs
 from shardstream.formats._decompress import ZstdStream
 from shardstream.index import build_manifest
 
@@ -78,6 +80,18 @@ def test_a_trap_of_zstd_is_refused_before_it_decodes_to_much(tmp_path):
     assert peak_of_refusal(path) < 600 << 20
     with pytest.raises(ManifestError, match=r"2,000 times.*a\.tar\.zst|a\.tar\.zst.*2,000 times"):
         indexed(path)
+
+
+def test_a_trap_that_a_manifest_describes_is_refused_before_memory_is_taken(tmp_path):
+    """Its writer may have made the manifest, too: there the shard is one block, of so many bytes."""
+    path = tmp_path / "a.tar.zst"
+    path.write_bytes(zstandard.compress(tar_with(tmp_path / "a.tar", 5, data=b"hello").read_bytes()))
+    manifest = build_manifest(path, num_workers=0)
+    with (
+        closing(bytes_of_runs(Shard(manifest, 0, {}), 0, [(0, 1 << 40)], 0, str)) as runs,
+        pytest.raises(zstandard.ZstdError, match="2,000 times its size: a trap"),
+    ):
+        next(runs)
 
 
 def test_what_compresses_well_is_no_trap():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -64,3 +65,13 @@ def test_a_meeting_at_a_store_whose_host_was_stopped_is_given_up(monkeypatch):
                 init_process_group("gloo", timeout_s=0.5, topology=Topology(1, 2), store=store, environ={})
         finally:
             host.kill()
+
+
+@pytest.mark.distributed
+def test_somebody_else_who_listens_at_the_stores_address_is_given_up(monkeypatch):
+    monkeypatch.setattr(deadline, "_LEAST_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with pytest.raises(TopologyError, match=rf"nobody hosts the store.*127.0.0.1:{port}.*no answer within"):
+            init_process_group("gloo", timeout_s=0.5, environ=variables)
