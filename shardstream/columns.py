@@ -202,7 +202,7 @@ def _gather_dense(columns: Sequence[Dense], places: _Places, picks: _Places, num
     return Dense(values, _gather_nulls(columns, places, picks, num_rows))
 
 
-def _gather_lists(columns: Sequence[Slices], places: _Places, picks: _Places, num_rows: int) -> Slices:
+def _gather_lists(columns: Sequence[_Bytes], places: _Places, picks: _Places, num_rows: int) -> Slices:
     arrays, array_of_row, starts, lengths = _where(columns, places, picks, num_rows)
     values = join_slices(arrays, _bounds(array_of_row, starts, lengths))
     starts = np.cumsum(lengths) - lengths
@@ -230,10 +230,8 @@ def _gather_numbers(
                 hint="say their type in dtypes=, or leave the column out of it to get bytes",
                 **({} if place_of_part is None else place_of_part(part)),
             )
-    arrays, array_of_row, starts, lengths = _where(found, places, picks, num_rows)
-    values = join_slices(arrays, _bounds(array_of_row, starts, lengths)).view(dtype)
-    nulls = _gather_nulls(found, places, picks, num_rows)
-    return Slices(values, (np.cumsum(lengths) - lengths) // size, lengths // size, "list", nulls)
+    raw = _gather_lists(found, places, picks, num_rows)
+    return Slices(raw.values.view(dtype), raw.starts // size, raw.lengths // size, "list", raw.nulls)
 
 
 def _raw_bytes(name: str, column: Column) -> _Bytes:

@@ -152,8 +152,15 @@ def decompressed(file: BinaryIO, format_name: str) -> Readable:
         b'abcd'
     """
     if format_name.endswith(".gz"):
-        return gzip.GzipFile(fileobj=file, mode="rb")
+        return _GzipStream(fileobj=file, mode="rb")
     return ZstdStream(file) if format_name.endswith(".zst") else cast("Readable", file)
+
+
+class _GzipStream(gzip.GzipFile):
+    """Decodes into memory of its own first: therefore a little at a time."""
+
+    def readinto(self, target: Any, /) -> int:
+        return super().readinto(memoryview(target)[:_STEP_NUM_BYTES])
 
 
 def check_ratio(decoded_num_bytes: int, num_bytes: int) -> None:
@@ -252,9 +259,7 @@ class ForwardFile:
         """Fills ``target``; returns how many bytes it took, fewer only at the end."""
         filled = len(self._pushed_back[: len(target)])
         target[:filled], self._pushed_back = self._pushed_back[:filled], self._pushed_back[filled:]
-        # gzip's stream decodes into memory of its own first.
-        step = _STEP_NUM_BYTES if isinstance(self._stream, gzip.GzipFile) else len(target)
-        while filled < len(target) and (more := self._stream.readinto(target[filled : filled + step])):
+        while filled < len(target) and (more := self._stream.readinto(target[filled:])):
             filled += more
         self._position += filled
         return filled

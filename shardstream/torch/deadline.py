@@ -58,9 +58,9 @@ def within(timeout_s: float, ask: Callable[[], T]) -> T:
     return answer  # type: ignore[return-value]
 
 
-def answered(timeout_s: float, ask: Callable[[], T]) -> T:
-    """Does the same as ``within``, for what a host can answer at once: it has ten seconds at least."""
-    return within(max(timeout_s, _LEAST_S), ask)
+def patience(timeout_s: float) -> float:
+    """Returns how long to wait for what a host can answer at once: ten seconds at least."""
+    return max(timeout_s, _LEAST_S)
 
 
 @final
@@ -73,7 +73,7 @@ class PatientStore:
     """
 
     def __init__(self, store: Store, timeout_s: float) -> None:
-        self._store, self._timeout_s = store, max(timeout_s, _LEAST_S)
+        self._store, self._timeout_s = store, patience(timeout_s)
 
     def prefixed(self, prefix: str) -> PatientStore:
         """Returns a view of it whose keys begin with ``prefix``."""

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import atexit
 import time
+from functools import cache
 from pathlib import Path
 
 _MOST_S = 2.0
 _LOOK_EVERY_S = 0.002
 _NUM_QUIET_LOOKS = 3
 _TASKS = Path("/proc/self/task")
-_is_registered = False
 
 
+@cache
 def let_gloo_finish() -> None:
     """At exit, waits until no thread of gloo has anything to do, for two seconds at most."""
-    global _is_registered  # noqa: PLW0603 - a process ends once
-    if not _is_registered:
-        atexit.register(_wait)
-        _is_registered = True
+    atexit.register(_wait)
 
 
 def _wait() -> None:

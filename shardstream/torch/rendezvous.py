@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardstream.errors import TopologyError, listed
-from shardstream.torch.deadline import NoAnswerError, PatientStore, answered
+from shardstream.torch.deadline import NoAnswerError, PatientStore, patience, within
 from shardstream.torch.gloo_exit import let_gloo_finish
 from shardstream.torch.topology import Topology, number_of, topology_from_environ
 
@@ -92,7 +92,8 @@ def _make_store(topology: Topology, deadline: float, environ: Mapping[str, str])
         if hosts:
             return make()
         _wait_for_host(host, number, deadline)
-        return answered(deadline - time.monotonic(), make)  # who listens there may be stopped, or no store at all
+        # Who listens there may be stopped, or no store at all.
+        return within(patience(deadline - time.monotonic()), make)
     except (dist.DistError, RuntimeError, OSError, UnicodeError, NoAnswerError) as error:
         what = "rank 0 cannot host the store" if hosts else "nobody hosts the store; rank 0 has not come"
         hint = (
@@ -103,14 +104,15 @@ def _make_store(topology: Topology, deadline: float, environ: Mapping[str, str])
 
 def _wait_for_host(host: str, port: int, deadline: float) -> None:
     """Returns once somebody listens there: a store that finds nobody tries twice as long as it is told to."""
-    while True:
-        try:
-            with socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)):
-                return
-        except OSError:
-            if time.monotonic() + _LOOK_EVERY_S > deadline:
-                raise
-            time.sleep(_LOOK_EVERY_S)
+    from tenacity import Retrying, retry_if_exception_type, stop_before_delay, wait_fixed
+
+    tries = Retrying(
+        stop=stop_before_delay(deadline - time.monotonic()),
+        wait=wait_fixed(_LOOK_EVERY_S),
+        retry=retry_if_exception_type(OSError),
+        reraise=True,
+    )
+    tries(lambda: socket.create_connection((host, port), max(deadline - time.monotonic(), 0.001)).close())
 
 
 def _agent_hosts(environ: Mapping[str, str]) -> bool:
