@@ -43,6 +43,19 @@ def one_by_one(gathers):
         gathers.close()
 
 
+def watched(plan, reading, num_batches=None):
+    """Returns the runs that are read, as weak references that are added on the way, and the micro-batches."""
+    held = []
+
+    class Watched(RowsLayout):
+        def prepared(self, key, rows):
+            held.append(weakref.ref(rows))
+            return super().prepared(key, rows)
+
+    planned = islice(plan.micro_batches(0, plan.cursor()), num_batches)
+    return held, one_by_one(fetch(plan, planned, layout=Watched(plan), reading=reading))
+
+
 def fetched(plan, rank=0, *, start=None, columns=None, worker=0, num_workers=1, most=None, **options):
     planned = plan.micro_batches(rank, start or plan.cursor(), worker=worker, num_workers=num_workers)
     layout = RowsLayout(plan, columns)
@@ -215,15 +228,7 @@ def test_what_is_kept_is_bounded_where_lanes_do_not_divide_among_ranks(tmp_path,
     """Another rank may read the end of a lane that this one read the beginning of; that must not add up."""
     manifest = parquet_manifest(tmp_path, [740, 467], 20)
     plan = Plan.make(manifest, batch_size=8, world_size=world_size, lanes=lanes, tail="continue")
-    held = []
-
-    class Watched(RowsLayout):
-        def prepared(self, key, rows):
-            held.append(weakref.ref(rows))
-            return super().prepared(key, rows)
-
-    planned, reading = islice(plan.micro_batches(0, plan.cursor()), 1500), Reading(gather_rows=8, look_ahead=1)
-    batches = one_by_one(fetch(plan, planned, layout=Watched(plan), reading=reading))
+    held, batches = watched(plan, Reading(gather_rows=8, look_ahead=1), num_batches=1500)
     counts = [sum(ref() is not None for ref in held[-200:]) for _ in batches]
     of_rank = lanes // world_size + 2
     assert max(counts) <= 2 * of_rank + (of_rank - 1) + 8 * 3, "its lanes', gathers', and those that are kept"
@@ -231,15 +236,7 @@ def test_what_is_kept_is_bounded_where_lanes_do_not_divide_among_ranks(tmp_path,
 
 def test_what_was_kept_is_let_go_at_the_end_of_the_epoch(tmp_path):
     plan = Plan.make(parquet_manifest(tmp_path, [240, 167], 20), batch_size=24, lanes=8, tail="continue")
-    held = []
-
-    class Watched(RowsLayout):
-        def prepared(self, key, rows):
-            held.append(weakref.ref(rows))
-            return super().prepared(key, rows)
-
-    planned, reading = islice(plan.micro_batches(0, plan.cursor()), 100), Reading(gather_rows=24, look_ahead=1)
-    batches = one_by_one(fetch(plan, planned, layout=Watched(plan), reading=reading))
+    held, batches = watched(plan, Reading(gather_rows=24, look_ahead=1), num_batches=100)
     most = max(sum(ref() is not None for ref in held) for _ in batches)
     assert len(held) > 100
     assert most <= 8 * 2 + 8 + 8, "of the lanes, and those that gathers ahead have entered; and what lanes share"
@@ -389,17 +386,7 @@ def test_a_read_that_hangs_is_given_up_at_the_deadline(tmp_path, monkeypatch):
 def test_runs_that_are_no_longer_needed_are_let_go(tmp_path):
     """What is held follows what is open: a run whose rows were all handed out can be freed."""
     plan = Plan.make(with_runs(parquet_manifest(tmp_path, [600], 100), 10), batch_size=10, shuffle=False)
-    held = []
-    layout = RowsLayout(plan)
-
-    class Watched(RowsLayout):
-        def prepared(self, key, rows):
-            held.append(weakref.ref(rows))
-            return super().prepared(key, rows)
-
-    planned, reading = plan.micro_batches(0, plan.cursor()), Reading(gather_rows=20)
-    batches = one_by_one(fetch(plan, planned, layout=Watched(plan), reading=reading))
+    held, batches = watched(plan, Reading(gather_rows=20))
     most = max(sum(ref() is not None for ref in held) for _ in batches)
     assert len(held) == 60
     assert most <= 12
-    del layout

@@ -24,6 +24,17 @@ time.sleep(600)
 """
 
 
+@pytest.fixture
+def host(monkeypatch):
+    """A process that hosts a store, and the store; an answer is waited for half a second."""
+    monkeypatch.setattr(deadline, "_LEAST_S", 0.5)
+    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process, dist.TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
+        finally:
+            process.kill()
+
+
 def test_a_call_that_fails_fails_here_and_one_that_hangs_is_left():
     def fails():
         raise KeyError("no such thing")
@@ -37,34 +48,27 @@ def test_a_call_that_fails_fails_here_and_one_that_hangs_is_left():
 
 
 @pytest.mark.distributed
-def test_a_store_whose_host_was_stopped_is_given_up(monkeypatch):
+def test_a_store_whose_host_was_stopped_is_given_up(host):
     """Found by tools/two_hosts.py: the side without the store waited for it until TCP gave up."""
-    monkeypatch.setattr(deadline, "_LEAST_S", 0.5)
-    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
-        try:
-            store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-            with pytest.raises(TopologyError, match="1 of 2 ranks came to lunch"):
-                agree("lunch", 1, sum, ranks=[0, 1], timeout_s=0.5)
-            host.send_signal(signal.SIGSTOP)
-            with pytest.raises(TopologyError, match="the store of the process group does not answer; asked about tea"):
-                agree("tea", 1, sum, ranks=[0, 1], timeout_s=0.5)
-        finally:
-            host.kill()
-            dist.destroy_process_group()
+    process, store = host
+    try:
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        with pytest.raises(TopologyError, match="1 of 2 ranks came to lunch"):
+            agree("lunch", 1, sum, ranks=[0, 1], timeout_s=0.5)
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(TopologyError, match="the store of the process group does not answer; asked about tea"):
+            agree("tea", 1, sum, ranks=[0, 1], timeout_s=0.5)
+    finally:
+        process.kill()
+        dist.destroy_process_group()
 
 
 @pytest.mark.distributed
-def test_a_meeting_at_a_store_whose_host_was_stopped_is_given_up(monkeypatch):
-    monkeypatch.setattr(deadline, "_LEAST_S", 0.5)
-    with subprocess.Popen([sys.executable, "-c", _HOST], stdout=subprocess.PIPE, text=True) as host:
-        try:
-            store = dist.TCPStore("127.0.0.1", int(host.stdout.readline()), is_master=False)
-            host.send_signal(signal.SIGSTOP)
-            with pytest.raises(TopologyError, match="the store of rank 0 does not answer: found no answer within"):
-                init_process_group("gloo", timeout_s=0.5, topology=Topology(1, 2), store=store, environ={})
-        finally:
-            host.kill()
+def test_a_meeting_at_a_store_whose_host_was_stopped_is_given_up(host):
+    process, store = host
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(TopologyError, match="the store of rank 0 does not answer: found no answer within"):
+        init_process_group("gloo", timeout_s=0.5, topology=Topology(1, 2), store=store, environ={})
 
 
 @pytest.mark.distributed
