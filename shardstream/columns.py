@@ -175,10 +175,10 @@ _Bytes: TypeAlias = Slices | Scattered
 def _gather_column(
     name: str, columns: Sequence[Column], places: _Places, picks: _Places, place_of_part: _PlaceOfPart
 ) -> Column:
-    num_rows = sum(map(len, places))
-    if all(isinstance(column, Dense) for column in columns):
+    num_rows, kinds = sum(map(len, places)), {getattr(column, "kind", type(column)) for column in columns}
+    if kinds == {Dense}:
         return _gather_dense(cast("Sequence[Dense]", columns), places, picks, num_rows)
-    if all(isinstance(column, Slices) and column.kind == "list" for column in columns):
+    if kinds == {"list"}:
         return _gather_lists(cast("Sequence[Slices]", columns), places, picks, num_rows)
     found = [_bytes_of(column) for column in columns]
     if all(found_in is not None for found_in in found):

@@ -189,13 +189,26 @@ class Cursor:
             (96, 1)
         """
         position = self.position + num_windows * self.global_batch
+        return self.moved(self.epoch, position, self.grid_start, num_positions=num_positions)
+
+    def moved(self, epoch: int, position: int, grid_start: int, *, num_positions: int) -> Cursor:
+        """Returns the cursor where windows up to a position are done; behind an epoch's last one the next begins.
+
+        Args:
+            epoch: The epoch that the position counts from.
+            position: Where the last window ended; it may lie behind the end of the epoch.
+            grid_start: Position where windows of this size began in it.
+            num_positions: N, positions of an epoch.
+        """
         if self.tail == "continue" and num_positions:
             epochs, position = divmod(position, num_positions)
-            return self.at(self.epoch + epochs, position, position % self.global_batch)
-        fewest = {"drop": self.global_batch, "truncate": self.world_size or 1}.get(self.tail, 1)
+            return self.at(epoch + epochs, position, position % self.global_batch)
+        fewest = 1
+        if self.tail in ("drop", "truncate"):
+            fewest = self.global_batch if self.tail == "drop" else self.world_size or 1
         if num_positions - position < fewest:
-            return self.at(self.epoch + 1)
-        return self.at(self.epoch, position, self.grid_start)
+            return self.at(epoch + 1)
+        return self.at(epoch, position, grid_start)
 
     def at(self, epoch: int, position: int = 0, grid_start: int = 0) -> Cursor:
         """Returns the cursor of another place of the same run.

@@ -129,12 +129,12 @@ class Plan:
             )
         return plan
 
-    @property
+    @cached_property  # these two are asked for by every batch
     def global_batch(self) -> int:
         """G: samples of one optimizer step over all ranks."""
         return self.world_size * self.batch_size * self.accumulate
 
-    @property
+    @cached_property
     def num_positions(self) -> int:
         """N: positions of an epoch."""
         return self.manifest.num_samples if self.packed is None else self.packed.num_sequences
@@ -249,8 +249,10 @@ class Plan:
 
     def cursor_after(self, batch: PlannedBatch, grid_start: int = 0) -> Cursor:
         """Returns the cursor that is right once a batch was trained on: its window's last micro-batch moves it."""
-        here = self.cursor(batch.epoch, batch.position, grid_start)
-        return here.advanced(1, num_positions=self.num_positions) if batch.is_last_in_window else here
+        if not batch.is_last_in_window:
+            return self.cursor(batch.epoch, batch.position, grid_start)
+        behind = batch.position + self.global_batch
+        return self._first_cursor.moved(batch.epoch, behind, grid_start, num_positions=self.num_positions)
 
     def resume(self, cursor: Cursor, *, allow_batch_change: bool = False) -> tuple[Plan, Cursor]:
         """Checks a cursor against this plan and adopts its lanes.
@@ -356,18 +358,19 @@ def _dealt(epoch: int, deal: Deal, rank: int, wanted: range, of_epoch: range) ->
     begin, end = 0, 0
     positions = np.empty((0, share), np.int64)
     real = np.zeros(deal.batch_size, np.bool_)
+    global_batch, num_whole_windows = deal.global_batch, deal.num_whole_windows
     for index in wanted:
         window, micro = divmod(index - of_epoch.start, deal.accumulate)
-        if window >= deal.num_whole_windows:
+        if window >= num_whole_windows:
             cut = deal.micro_batch(rank, index - of_epoch.start)
             here, is_padding, is_last = cut.positions, cut.is_padding, cut.is_last
         else:
             if not begin <= window < end:
-                begin, end = window, min(window + at_once, deal.num_whole_windows)
+                begin, end = window, min(window + at_once, num_whole_windows)
                 positions = deal.parts(rank, begin, end - begin)
             here = positions[window - begin, micro * deal.batch_size : (micro + 1) * deal.batch_size]
             is_padding, is_last = real, micro == deal.accumulate - 1
-        place = deal.start + window * deal.global_batch
+        place = deal.start + window * global_batch
         of_pass, is_end = index // deal.accumulate, index == of_epoch.stop - 1
         yield PlannedBatch(index, epoch, place, of_pass, micro, here, is_padding, is_last, is_end)
 

@@ -10,6 +10,11 @@ from shardstream.arrow_memory import nulls as nulls_of
 from shardstream.arrow_memory import numbers
 from shardstream.columns import Column, Dense, Objects, Rows, SliceKind, Slices
 
+_INTEGERS = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
+_NUMBERS = frozenset(kind.id for kind in (*_INTEGERS, pa.float16(), pa.float32(), pa.float64(), pa.bool_()))
+_LIST_KINDS = (pa.list_, pa.large_list, pa.list_view, pa.large_list_view)
+_LISTS = frozenset((pa.list_(pa.int8(), 1).id, *(kind(pa.int8()).id for kind in _LIST_KINDS)))
+
 
 def rows_of(table: pa.Table | pa.RecordBatch) -> Rows:
     """Turns a table or a record batch into rows that view its memory.
@@ -70,14 +75,12 @@ def column_of(array: pa.Array | pa.ChunkedArray) -> Column:
 
 def is_number(kind: pa.DataType) -> bool:
     """Whether numpy holds values of this type as numbers: integers, floats and bool."""
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind))
+    return kind.id in _NUMBERS
 
 
 def is_number_list(kind: pa.DataType) -> bool:
     """Whether this is a type of lists of numbers, of any of Arrow's list layouts."""
-    of = pa.types
-    lists = of.is_list, of.is_large_list, of.is_fixed_size_list, of.is_list_view, of.is_large_list_view
-    return any(is_kind(kind) for is_kind in lists) and is_number(kind.value_type)
+    return kind.id in _LISTS and is_number(kind.value_type)
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

@@ -39,21 +39,23 @@ class RowGroups:
             coerce_int96_timestamp_unit="us",  # nanoseconds wrap outside the years 1677 to 2262
         )
 
+        self._column_of_leaf = [path[0] for path in self._reader.column_paths]
+
     @property
-    def schema(self) -> pa.Schema:
-        """The file's schema."""
-        return self._reader.schema_arrow
+    def names(self) -> list[str]:
+        """The file's columns, in its order."""
+        return list(dict.fromkeys(self._column_of_leaf))
 
     def runs(self, group: int, names: Sequence[str], run_rows: int) -> Iterator[pa.Table | pa.RecordBatch]:
         """Yields the runs of a row group, its only one at once, several page by page.
 
         Args:
             group: Index of the row group.
-            names: Columns of the schema; they come in the file's order.
+            names: Columns of the file; they come in its order.
             run_rows: Rows of a run.
         """
         wanted = frozenset(names)
-        leaves = [place for place, path in enumerate(self._reader.column_paths) if path[0] in wanted]
+        leaves = [place for place, name in enumerate(self._column_of_leaf) if name in wanted]
         if run_rows >= self._metadata.row_group(group).num_rows:
             yield self._reader.read_row_group(group, column_indices=leaves, use_threads=False)
             return

@@ -133,8 +133,8 @@ class ParquetFormat:
         bounds = run_bounds(shard, block)
         source = _source(shard, metadata, group, columns, is_streamed=len(bounds) > 1)
         with naming_damage(shard.url, block), opened(source, metadata) as file:
-            names = list(columns) if columns is not None else (schema or file.schema).names
-            _check_columns(shard, block, names, file.schema)
+            names = list(columns) if columns is not None else file.names if schema is None else schema.names
+            _check_columns(shard, block, names, file.names)
             tables = file.runs(group, names, int(shard.manifest.block_run_rows[block]))
             for run, (first, end) in enumerate(bounds):
                 table = next(tables, None)
@@ -225,10 +225,10 @@ def _span_source(
     return pa.PythonFile(file, mode="r")
 
 
-def _check_columns(shard: Shard, block: int, names: Sequence[str], schema: pa.Schema) -> None:
+def _check_columns(shard: Shard, block: int, names: Sequence[str], known: Sequence[str]) -> None:
     for name in names:
-        if name not in schema.names:
-            found = ", ".join(schema.names)
+        if name not in known:
+            found = ", ".join(known)
             raise DecodeError(f"the shard has no column {name!r}", url=shard.url, block=block, found=found)
 
 
@@ -236,16 +236,24 @@ def _cast(
     table: pa.Table | pa.RecordBatch, names: Sequence[str], schema: pa.Schema | None, url: str, block: int
 ) -> pa.Table | pa.RecordBatch:
     """The named columns, in that order, in the types that all shards share."""
-    table = table.select(list(names))
+    if not names:
+        return table  # made of no arrays it would have no rows
+    if table.schema.names != names:
+        table = table.select(list(names))
+    kinds = [
+        schema.field(name).type if schema is not None and name in schema.names else plain_type(found)
+        for name, found in zip(names, table.schema.types, strict=True)
+    ]
+    if table.schema.types == kinds:
+        return type(table).from_arrays(table.columns, names=names)
     arrays = []
-    for name, array in zip(names, table.columns, strict=True):
-        kind = schema.field(name).type if schema is not None and name in schema.names else plain_type(array.type)
+    for name, kind, array in zip(names, kinds, table.columns, strict=True):
         try:
             arrays.append(array if array.type == kind else without_list_views(array).cast(kind))
         except pa.ArrowException as error:
             what = f"column {name!r} does not fit the manifest's type"
             raise DecodeError(what, url=url, block=block, expected=kind, found=f"{array.type} ({error})") from error
-    return type(table).from_arrays(arrays, names=list(names)) if arrays else table
+    return type(table).from_arrays(arrays, names=list(names))
 
 
 # --------------------------------------------------------------------------------------------------- counts

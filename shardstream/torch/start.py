@@ -114,6 +114,7 @@ class SharedStart:
         self._is_held = False
         self._begun, self._arrivals = PassId(), Arrivals()
         self._written: tuple[int, ...] = ()
+        self._stays: tuple[int, ...] = ()  # the ``pass_start`` whose beginning was written last
 
     def read(self, begun: PassId = PassId()) -> Start:  # noqa: B008 - frozen
         """Returns the start: of a worker's pass, or as it is now."""
@@ -138,9 +139,9 @@ class SharedStart:
         self._write(Start(epoch, position, grid_start, now.lanes if lanes is None else lanes), now, PassId())
 
     def _write(self, start: Start, before: Start, ended: PassId) -> None:
-        self._first = start
+        self._first, self._stays = start, ()
         words = (*start, *before, *ended)
-        if words != self._written:  # most touches of batches change nothing
+        if words != self._written:
             self._words.numpy()[:] = self._written = words
 
     def seek(self, epoch: int, position: int = 0, grid_start: int = 0, lanes: int | None = None) -> None:
@@ -178,7 +179,8 @@ class SharedStart:
         def touched() -> None:
             if self.budget is not None:
                 self.budget.took(num_rows, masked)
-            self._arrivals.touched(place)
+            if place.pass_start[4]:
+                self._arrivals.touched(place)
             self.consumed(place, num_seeks)
 
         batch._on_touch = touched  # noqa: SLF001 - the hook is made for this
@@ -197,6 +199,8 @@ class SharedStart:
             self._move(place)
 
     def _move(self, place: Place) -> None:
+        if not place.is_last_in_pass and place.pass_start == self._stays:
+            return  # most touches of batches change nothing
         began, pass_id = Start(*place.pass_start[:4]), PassId(*place.pass_start[4:])
         if place.is_last_in_pass and place.cursor.tail == "continue":  # a stream that stops goes on where it stopped
             following = began._replace(position=place.cursor.position, grid_start=place.cursor.grid_start)
@@ -206,6 +210,7 @@ class SharedStart:
             self._write(following, began, pass_id)
         else:
             self._write(began, began, PassId())
+            self._stays = place.pass_start
 
     def __getstate__(self) -> dict[str, Any]:
         return {"words": self._words, "start": tuple(self.read()), "home_pid": self.home_pid, "token": self.token}
