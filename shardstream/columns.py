@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, cast, final
+from typing import Any, Literal, Protocol, TypeAlias, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,19 @@ from shardstream.grouping import stable_order
 
 _PlaceOfPart: TypeAlias = Callable[[int], Mapping[str, Any]] | None
 SliceKind: TypeAlias = Literal["list", "bytes", "text"]
+
+
+class ByteSource(Protocol):
+    """Bytes of which some can be had without touching all the memory that they are mapped to."""
+
+    @property
+    def values(self) -> npt.NDArray[np.uint8]:
+        """All of them."""
+        ...
+
+    def read(self, begin: int, end: int, /) -> bytes:
+        """Returns those from ``begin`` to ``end``, or raises a ``ReadError``."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +58,7 @@ class Slices:
     ``kind`` says what a row is: "list" (numbers), "bytes" or "text" (both ``values`` of uint8; text is UTF-8).
     ``starts`` and ``lengths`` are int64[n]; rows may lie anywhere in ``values``, in any order.
     ``nulls`` is ``bool[n]`` (True where the row has no value, its length is 0 then) or None.
+    ``source``, of bytes, is where single rows are read from at less expense than from ``values``, or None.
     """
 
     values: npt.NDArray[Any]
@@ -52,6 +66,7 @@ class Slices:
     lengths: npt.NDArray[np.int64]
     kind: SliceKind
     nulls: npt.NDArray[np.bool_] | None = None
+    source: ByteSource | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -72,12 +87,12 @@ class Objects:
 class Scattered(Sequence[bytes | None]):
     """The ``bytes`` of rows that were gathered, made when they are asked for, of where they lie.
 
-    Row i is ``arrays[array_of_row[i]][starts[i] : starts[i] + lengths[i]]``. ``arrays`` are of uint8; ``array_of_row``,
-    ``starts`` and ``lengths`` int64[n]; ``nulls`` is ``bool[n]`` or None, as in ``Slices``. Slices of it are of the
-    same kind.
+    Row i is ``arrays[array_of_row[i]][starts[i] : starts[i] + lengths[i]]``. ``arrays`` are of uint8 or sources of it;
+    ``array_of_row``, ``starts`` and ``lengths`` int64[n]; ``nulls`` is ``bool[n]`` or None, as in ``Slices``. Slices of
+    it are of the same kind.
     """
 
-    arrays: Sequence[npt.NDArray[np.uint8]]
+    arrays: Sequence[npt.NDArray[np.uint8] | ByteSource]
     array_of_row: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
@@ -94,8 +109,12 @@ class Scattered(Sequence[bytes | None]):
         return Scattered(self.arrays, self.array_of_row[key], self.starts[key], self.lengths[key], nulls)
 
     def __iter__(self) -> Iterator[bytes | None]:
-        slices = _bounds(self.array_of_row, self.starts, self.lengths)
-        values = (self.arrays[k][begin:end].tobytes() for k, begin, end in slices)
+        arrays = map(self.arrays.__getitem__, self.array_of_row.tolist())
+        bounds = zip(arrays, self.starts.tolist(), (self.starts + self.lengths).tolist(), strict=True)
+        values = (
+            array[begin:end].tobytes() if isinstance(array, np.ndarray) else array.read(begin, end)
+            for array, begin, end in bounds
+        )
         if self.nulls is None:
             return values
         return (None if is_null else value for value, is_null in zip(values, self.nulls.tolist(), strict=True))
@@ -203,7 +222,8 @@ def _gather_dense(columns: Sequence[Dense], places: _Places, picks: _Places, num
 
 
 def _gather_lists(columns: Sequence[_Bytes], places: _Places, picks: _Places, num_rows: int) -> Slices:
-    arrays, array_of_row, starts, lengths = _where(columns, places, picks, num_rows)
+    sources, array_of_row, starts, lengths = _where(columns, places, picks, num_rows)
+    arrays = [source if isinstance(source, np.ndarray) else source.values for source in sources]
     values = join_slices(arrays, _bounds(array_of_row, starts, lengths))
     starts = np.cumsum(lengths) - lengths
     return Slices(values, starts, lengths, "list", _gather_nulls(columns, places, picks, num_rows))
@@ -264,9 +284,9 @@ def _gather_bytes(columns: Sequence[_Bytes], places: _Places, picks: _Places, nu
 
 def _where(
     columns: Sequence[_Bytes], places: _Places, picks: _Places, num_rows: int
-) -> tuple[list[npt.NDArray[Any]], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+) -> tuple[list[npt.NDArray[Any] | ByteSource], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The arrays that rows lie in, in which of them each is, and where: ``array_of_row``, ``starts``, ``lengths``."""
-    arrays: list[npt.NDArray[Any]] = []
+    arrays: list[npt.NDArray[Any] | ByteSource] = []
     array_of_row, starts, lengths = (np.empty(num_rows, np.int64) for _ in range(3))
     for column, place, pick in zip(columns, places, picks, strict=True):
         if isinstance(column, Scattered):
@@ -274,7 +294,7 @@ def _where(
             arrays += column.arrays
         else:
             array_of_row[place] = len(arrays)
-            arrays.append(column.values)
+            arrays.append(column.values if column.source is None else column.source)
         starts[place], lengths[place] = column.starts[pick], column.lengths[pick]
     return arrays, array_of_row, starts, lengths
 

@@ -6,10 +6,8 @@ no dot ("tar"), else compressed as its ending says ("tar.zst").
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -19,6 +17,7 @@ import pyarrow as pa
 from shardstream import storage
 from shardstream.formats import Shard
 from shardstream.formats._decompress import ForwardFile, check_ratio, decompressed_block
+from shardstream.formats._file_region import FileRegion, may_open_more
 from shardstream.formats._shards import ShardRanges
 from shardstream.formats._span import Span, SpanFile, pieces
 from shardstream.ranges import ByteRange
@@ -39,7 +38,7 @@ def bytes_of_runs(
     data_offset: int,
     digest_now: Callable[[], str],
     *,
-    takes_most: bool = False,
+    data_end: int | None = None,
 ) -> Generator[npt.NDArray[np.uint8], None, None]:
     """Yields the decoded bytes of runs of a block.
 
@@ -49,22 +48,23 @@ def bytes_of_runs(
         runs: First byte and end of each wanted run in the decoded stream, in order.
         data_offset: Where in the decoded stream the block can be entered.
         digest_now: See ``check_unchanged``.
-        takes_most: Whether most of these bytes are going to be copied. Then the system is asked to read what is mapped
-            ahead: bytes are copied batch by batch, and whoever copies holds the interpreter's lock.
+        data_end: Where in the decoded stream the shard's next block can be entered, if there is one.
 
     Raises:
         EOFError: If the shard ends before; other errors as ``DAMAGE`` lists them.
         ReadError: If storage failed.
     """
-    path = storage.local_path(shard.url) if shard.is_local else None
-    if path is not None and _is_plain(shard):
+    path = _path_to_map(shard)
+    if path is not None:
         for start, end in runs:
-            if takes_most:
-                _ask_for(path, start, end)
             yield _mapped(path, start, end)
         return
     if runs and not _is_plain(shard):  # what the manifest says is what memory is taken for
         check_ratio(runs[-1][1] - data_offset, int(shard.manifest.block_num_bytes[block]))
+    if data_end is not None and len(runs) == 1 and _is_of_frames(shard, block, runs[0], data_end - data_offset):
+        start, end = (at - data_offset for at in runs[0])
+        yield _decoded(shard, block, data_end - data_offset, digest_now)[start:end]
+        return
     with _block_stream(shard, block, data_offset, digest_now) as stream:
         for index, (start, end) in enumerate(runs):
             stream.seek(start)
@@ -73,6 +73,22 @@ def bytes_of_runs(
                 stream.read_into(memoryview(bytearray(_TAIL_NUM_BYTES)))
             yield values
             del values
+
+
+def region_of(shard: Shard, block: int, values: npt.NDArray[np.uint8], start: int) -> FileRegion | None:
+    """Returns the file that a run of ``bytes_of_runs`` is mapped from, to read from; None if it is not, or none may be.
+
+    Args:
+        shard: The shard.
+        block: Index of the block in the manifest.
+        values: The run.
+        start: Its first byte in the decoded stream.
+
+    Raises:
+        OSError: If the file cannot be opened.
+    """
+    path = _path_to_map(shard)
+    return None if path is None or not may_open_more() else FileRegion(values, path, start, shard.url, block)
 
 
 def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[[], str]) -> list[ByteRange]:
@@ -85,21 +101,19 @@ def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[
     return [source.range(start, end) for start, end in ranges]
 
 
+def _path_to_map(shard: Shard) -> str | None:
+    return storage.local_path(shard.url) if shard.is_local and _is_plain(shard) else None
+
+
 def _is_plain(shard: Shard) -> bool:
     return "." not in shard.manifest.formats[shard.index]
-
-
-def _ask_for(path: str, start: int, end: int) -> None:
-    """Lets the system read a part of a file ahead; a hint."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), Path(path).open("rb") as file:
-            os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_WILLNEED)
 
 
 def _mapped(path: str, start: int, end: int) -> npt.NDArray[np.uint8]:
     """Bytes of a local file as a view of its mapping, which lives as long as the view; the file is closed at once.
 
-    Open runs are file pages then, which the system can drop and read again: thousands of lanes take no memory.
+    Open runs are file pages then, which the system can drop and read again: thousands of lanes take no memory. Arrow
+    asks the system to read them ahead.
     """
     with pa.memory_map(path) as file:
         file.seek(start)
@@ -129,22 +143,45 @@ def block_span(shard: Shard, block: int) -> Span:
     return offset, offset + int(shard.manifest.block_num_bytes[block])
 
 
+def _is_of_frames(shard: Shard, block: int, run: Span, num_bytes: int) -> bool:
+    """Whether a block is zstd frames of its own, which hold a run and little else: ``num_bytes`` in all."""
+    is_apart = block_span(shard, block)[1] == int(shard.manifest.block_offset[block + 1])
+    is_zstd = shard.manifest.formats[shard.index].endswith(".zst")
+    return is_zstd and is_apart and num_bytes <= 2 * (run[1] - run[0])
+
+
+def _decoded(shard: Shard, block: int, num_bytes: int, digest_now: Callable[[], str]) -> npt.NDArray[np.uint8]:
+    """All that a block's zstd frames hold, decoded in one go: a stream decodes into a window, and copies from there."""
+    with _block_file(shard, block, digest_now) as file:
+        data = file.read(int(shard.manifest.block_num_bytes[block]))
+    pool = pa.system_memory_pool()  # the others take longer to get such blocks from the system, and to give them back
+    return np.frombuffer(pa.Codec("zstd").decompress(data, num_bytes, memory_pool=pool), np.uint8)
+
+
+@contextmanager
+def _block_file(shard: Shard, block: int, digest_now: Callable[[], str]) -> Iterator[BinaryIO]:
+    """The file of a block, where it begins."""
+    manifest = shard.manifest
+    if shard.is_local:
+        file = storage.open_source(shard.url)
+    else:
+        ranges, shard_num_bytes = ShardRanges(shard, digest_now), int(manifest.num_bytes[shard.index])
+        is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
+        span = SpanFile(ranges, [block_span(shard, block)], num_bytes=shard_num_bytes, is_streamed=is_streamed)
+        file = cast("BinaryIO", span)
+    with file:
+        file.seek(int(manifest.block_offset[block]))
+        yield file
+
+
 @contextmanager
 def _block_stream(shard: Shard, block: int, data_offset: int, digest_now: Callable[[], str]) -> Iterator[ForwardFile]:
     """The decoded bytes of a block, from where it can be entered."""
-    manifest, url = shard.manifest, shard.url
-    offset = int(manifest.block_offset[block])
+    manifest = shard.manifest
     is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
     num_bytes = int(manifest.block_num_bytes[block])
     # A block of one run is read at once: for each step, the thread waits for the interpreter's lock.
     step_num_bytes = _STEP_NUM_BYTES if is_streamed else max(1, num_bytes)
-    if shard.is_local:
-        file = storage.open_source(url)
-    else:
-        ranges, shard_num_bytes = ShardRanges(shard, digest_now), int(manifest.num_bytes[shard.index])
-        span = SpanFile(ranges, [block_span(shard, block)], num_bytes=shard_num_bytes, is_streamed=is_streamed)
-        file = cast("BinaryIO", span)
-    with file:
-        file.seek(offset)
+    with _block_file(shard, block, digest_now) as file:
         stream = decompressed_block(file, manifest.formats[shard.index], num_bytes, step_num_bytes)
         yield ForwardFile(stream, position=data_offset)

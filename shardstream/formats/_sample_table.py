@@ -163,9 +163,7 @@ class SampleTableFormat:
         spans = [(int(table.starts[first]), int(table.ends[end - 1])) for first, end in bounds]
         data_offset = int(table.block_data_offset[place_in_shard(shard, block)])
         with naming_damage(shard.url, block):
-            runs = bytes_of_runs(
-                shard, block, spans, data_offset, lambda: self._digest_now(shard), takes_most=columns is None
-            )
+            runs = bytes_of_runs(shard, block, spans, data_offset, lambda: self._digest_now(shard))
             with closing(runs):
                 for (first, end), (start, _), values in zip(bounds, spans, runs, strict=True):
                     places = table.starts[first:end] - start, table.ends[first:end] - start

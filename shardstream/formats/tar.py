@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream import storage
-from shardstream.columns import Column, Rows, Slices
+from shardstream.columns import ByteSource, Column, Rows, Slices
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
-from shardstream.formats._block_bytes import block_ranges, bytes_of_runs, place_in_shard
+from shardstream.formats._block_bytes import block_ranges, bytes_of_runs, place_in_shard, region_of
 from shardstream.formats._counts import RunLengths, token_counts
 from shardstream.formats._decompress import ForwardFile, Frame, ZstdStream, decompressed
 from shardstream.formats._shards import (
@@ -36,6 +36,7 @@ NO_WAY_IN = (
     "compressed in one piece: a start in the middle decodes the shard from its beginning; written again as zstd frames "
     "of a few MiB it could be entered anywhere (`shardstream reshard` writes it so)"
 )
+_LARGE_NUM_BYTES = 1 << 14  # from here on, reading a value costs less than mapping its pages
 _LISTS = ("sample_keys", "sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")
 
 
@@ -107,7 +108,8 @@ class TarFormat:
     def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
         """Yields the runs of a block; see ``Format.read_runs``.
 
-        All fields of a run are views of one array: of a local plain tar the mapped file, else the bytes read. A field
+        All fields of a run are views of one array: of a local plain tar the mapped file, else the bytes read. Of large
+        fields the former names a source, too, from which ``bytes`` are read without touching the mapping. A field
         that was named and that a sample lacks is an error; with ``columns=None`` it is null there.
         """
         if shard.is_local:
@@ -116,14 +118,19 @@ class TarFormat:
         first_row = int(shard.manifest.block_start[block] - shard.manifest.first_sample[shard.index])
         bounds = [(first_row + first, first_row + end) for first, end in run_bounds(shard, block)][first_run:]
         spans = [(int(samples.starts[first]), int(samples.ends[end - 1])) for first, end in bounds]
-        data_offset = int(samples.block_data_offset[place_in_shard(shard, block)])
+        place = place_in_shard(shard, block)
+        offsets = samples.block_data_offset
+        data_end = int(offsets[place + 1]) if place + 1 < len(offsets) else None
+        has_large = bool(samples.large if columns is None else samples.large.intersection(columns))
         with naming_damage(shard.url, block):
-            most = samples.takes_most(columns)
-            runs = bytes_of_runs(shard, block, spans, data_offset, lambda: _digest_now(shard), takes_most=most)
+            runs = bytes_of_runs(
+                shard, block, spans, int(offsets[place]), lambda: _digest_now(shard), data_end=data_end
+            )
             with closing(runs):
                 for (first, end), (start, _), values in zip(bounds, spans, runs, strict=True):
-                    yield _rows(shard, samples, first, end, columns, values, start)
-                    del values
+                    source = region_of(shard, block, values, start) if has_large else None
+                    yield _rows(shard, samples, first, end, columns, values, start, source)
+                    del values, source
 
 
 # -------------------------------------------------------------------------------------------------- indexing
@@ -222,16 +229,13 @@ class _Samples:
     ends: npt.NDArray[np.int64]
     block_data_offset: npt.NDArray[np.int64]
 
-    def takes_most(self, columns: Sequence[str] | None) -> bool:
-        """Whether these fields are at least half of the shard's data."""
-        if columns is None:
-            return True
-        num_bytes = self._field_num_bytes
-        return bool(2 * sum(num_bytes[self.fields[name]] for name in columns if name in self.fields) >= num_bytes.sum())
-
     @cached_property
-    def _field_num_bytes(self) -> npt.NDArray[np.float64]:
-        return np.bincount(self.field_of_member, self.num_bytes, len(self.fields)).astype(np.float64)
+    def large(self) -> frozenset[str]:
+        """The fields whose values are read one by one where a file is mapped."""
+        num_bytes = np.bincount(self.field_of_member, self.num_bytes, len(self.fields))
+        num_members = np.bincount(self.field_of_member, minlength=len(self.fields))
+        is_large = num_bytes >= _LARGE_NUM_BYTES * num_members
+        return frozenset(name for name, code in self.fields.items() if is_large[code])
 
 
 def _samples(shard: Shard) -> _Samples:
@@ -262,8 +266,9 @@ def _rows(
     columns: Sequence[str] | None,
     values: npt.NDArray[np.uint8],
     start: int,
+    source: ByteSource | None,
 ) -> Rows:
-    """The samples ``first`` to ``end`` of a shard, whose bytes from ``start`` on are ``values``."""
+    """The samples ``first`` to ``end`` of a shard, whose bytes from ``start`` on are ``values``, and of ``source``."""
     names = [KEY_COLUMN, *(column.name for column in shard.manifest.columns)] if columns is None else columns
     members = slice(int(samples.first_member[first]), int(samples.first_member[end]))
     sample_of_member = np.repeat(np.arange(end - first), np.diff(samples.first_member[first : end + 1]))
@@ -285,7 +290,7 @@ def _rows(
             nulls[rows] = False
             if columns is not None:
                 _raise_missing(shard, samples, first + int(np.argmax(nulls)), name)
-        made[name] = Slices(values, starts, lengths, "bytes", nulls)
+        made[name] = Slices(values, starts, lengths, "bytes", nulls, source if name in samples.large else None)
     return Rows(end - first, made, len(values))
 
 

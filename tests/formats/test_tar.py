@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardstream.errors import DecodeError, ManifestError
-from shardstream.formats import Shard
+from shardstream.columns import Scattered, gather
+from shardstream.errors import DecodeError, ManifestError, ReadError
+from shardstream.formats import IndexOptions, Shard, _file_region
 from shardstream.formats.tar import NO_WAY_IN, TarFormat
 from tests.formats.conformance import FormatTests, Row, indexed, python_rows, read_all
 from tests.formats.tars import index_of, payload, row, rows_in, tar_bytes, three_samples
@@ -297,16 +298,53 @@ def test_a_large_archive_is_indexed_without_keeping_its_headers(tmp_path: Path) 
     assert path.stat().st_size == index.num_bytes
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
-@pytest.mark.parametrize(
-    ("columns", "is_asked"), [(None, True), (["jpg"], True), (["cls"], False), (["cls", "jpg"], True)]
-)
-def test_the_system_is_asked_ahead_for_what_is_mapped_if_most_of_it_is_wanted(tmp_path, monkeypatch, columns, is_asked):
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes([("1.cls", b"7"), ("1.jpg", payload("1.jpg", 5000)), ("2.cls", b"8"), ("2.jpg", b"")]))
+def test_a_damaged_frame_is_an_error_of_its_block_only(tmp_path: Path) -> None:
+    path, compressor = tmp_path / "a.tar.zst", zstandard.ZstdCompressor(write_content_size=False, write_checksum=True)
+    names = [[f"{n}.{field}" for n in (first, first + 1) for field in ("jpg", "txt")] for first in (1, 3, 5)]
+    parts = [tar_bytes([(name, payload(name, 700)) for name in part], has_end=part == names[-1]) for part in names]
+    frames = [compressor.compress(part) for part in parts]
+    path.write_bytes(b"".join(frames))
+    manifest = indexed(path, options=IndexOptions(run_num_bytes=4000))
+    assert manifest.block_rows.tolist() == manifest.block_run_rows.tolist() == [2, 2, 2]
+    rows = read_all(manifest)
+    assert [row["txt"] for row in rows] == [payload(f"{n}.txt", 700) for n in range(1, 7)]
+    damaged = bytearray(b"".join(frames))
+    damaged[len(frames[0]) - 1] ^= 1  # of its checksum
+    path.write_bytes(damaged)
+    shard = Shard(manifest, 0)
+    with pytest.raises(DecodeError, match=r"a\.tar\.zst, block 0"):
+        list(TarFormat().read_runs(shard, 0, None))
+    assert python_rows(run for block in (1, 2) for run in TarFormat().read_runs(shard, block, None)) == rows[2:]
+
+
+def test_bytes_of_large_fields_are_read_from_the_file(tmp_path: Path) -> None:
+    path, values = tmp_path / "a.tar", [payload(f"{n}.jpg", 20_000 + n) for n in range(3)]
+    path.write_bytes(
+        tar_bytes([(f"{n}.{kind}", v) for n in range(3) for kind, v in (("cls", b"7"), ("jpg", values[n]))])
+    )
     shard = Shard(indexed(path), 0)
-    asked = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, *rest: asked.append(rest))
-    rows = python_rows(TarFormat().read_runs(shard, 0, columns))
-    assert rows[0].get("cls", b"7") == b"7"
-    assert asked == ([(512, 8192 - 512, os.POSIX_FADV_WILLNEED)] if is_asked else [])
+    (run,) = TarFormat().read_runs(shard, 0, None)
+    assert [row["jpg"] for row in python_rows([run])] == values
+    columns = gather([run, run], np.array([1, 0]), np.array([2, 0]), dtypes={"cls": np.dtype(np.uint8)}).columns
+    numbers = gather([run], np.array([0]), np.array([2]), dtypes={"jpg": np.dtype(np.uint8)}).columns["jpg"]
+    assert isinstance(columns["jpg"].values, Scattered)
+    assert list(columns["jpg"].values) == [values[2], values[0]]
+    assert numbers.values.tobytes() == values[2]
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(ReadError, match=r"was cut while it was read \[.*a\.tar, block 0\]: expected 20002 bytes at"):
+        list(columns["jpg"].values)
+
+
+def test_files_of_large_fields_are_closed_with_their_runs_and_not_too_many_are_open(tmp_path, monkeypatch):
+    path = tmp_path / "a.tar"
+    path.write_bytes(tar_bytes([("1.jpg", payload("1.jpg", 20_000))]))
+    shard = Shard(indexed(path), 0)
+    monkeypatch.setattr(_file_region, "_MOST_OPEN", len(_file_region._regions) + 2)
+    runs = [next(TarFormat().read_runs(shard, 0, ["jpg"])) for _ in range(3)]
+    assert [len(python_rows([run])[0]["jpg"]) for run in runs] == [20_000] * 3
+    numbers = [source._number for run in runs if (source := run.columns["jpg"].source) is not None]
+    assert len(numbers) == 2
+    del runs
+    for number in numbers:
+        with pytest.raises(OSError, match="descriptor"):
+            os.fstat(number)

@@ -1,0 +1,70 @@
+"""A part of a local file that is mapped, and open: few large values of it cost less to read than their pages to map."""
+
+from __future__ import annotations
+
+import os
+from typing import final
+from weakref import WeakSet, finalize
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import ReadError
+
+_MOST_OPEN = 128  # files of a process, of the 256 to 1,024 that systems allow
+
+
+@final
+class FileRegion:
+    """Bytes of a local file; see ``columns.ByteSource``. The file is open as long as somebody holds them.
+
+    Args:
+        values: Its mapping.
+        path: The file.
+        start: Where in it they begin.
+        url: How messages call it.
+        block: The block they are of.
+
+    Raises:
+        OSError: If the file cannot be opened.
+    """
+
+    def __init__(self, values: npt.NDArray[np.uint8], path: str, start: int, url: str, block: int) -> None:
+        self.values, self._start, self._url, self._block = values, start, url, block
+        self._number = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self._number).atexit = False  # a last batch may be made later
+        _regions.add(self)
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Returns the bytes from ``begin`` to ``end``.
+
+        Raises:
+            ReadError: If the file has become shorter, or cannot be read.
+        """
+        num_bytes, at = end - begin, self._start + begin
+        try:
+            data = os.pread(self._number, num_bytes, at)
+            while len(data) < num_bytes and (more := os.pread(self._number, num_bytes - len(data), at + len(data))):
+                data += more  # one call reads at most 2 GiB
+        except OSError as error:
+            what = f"the shard cannot be read ({type(error).__name__}: {error})"
+            hint = "look at the file system that it is on"
+            raise ReadError(what, url=self._url, block=self._block, hint=hint) from error
+        if len(data) < num_bytes:
+            raise ReadError(
+                "the shard was cut while it was read",
+                url=self._url,
+                block=self._block,
+                expected=f"{num_bytes} bytes at {at}",
+                found=len(data),
+                hint="write shards under another name, and rename them when they are whole",
+            )
+        return data
+
+
+_regions: WeakSet[FileRegion] = WeakSet()
+
+
+def may_open_more() -> bool:
+    """Whether this process holds so few regions that it may open another."""
+    return len(_regions) < _MOST_OPEN
