@@ -212,8 +212,9 @@ class Deal:
             lane, turn = np.divmod(np.arange(rank * share, (rank + 1) * share), self.global_batch // self.lanes)
             dealt: Int64Array = first + (lane - first) % self.lanes + turn * self.lanes
             return dealt
-        rows = [self._dealt(_real(np.arange(f, f + self.global_batch))).positions for f in first[:, 0].tolist()]
-        return np.array(rows, np.int64).reshape(num_windows, self.global_batch)[:, rank * share : (rank + 1) * share]
+        positions = first + np.arange(self.global_batch)
+        by_lane = _lane_order(positions, self.lanes)
+        return np.take_along_axis(positions, by_lane[:, rank * share : (rank + 1) * share], axis=1)
 
     @cached_property
     def _tail(self) -> Part:
@@ -225,8 +226,7 @@ class Deal:
         """Sorts a window by lane (stable: then by position), so that a rank stays on its own lanes."""
         if self.lanes == 1:
             return window
-        lane = window.positions % max(self.num_positions, 1) % self.lanes
-        by_lane = np.argsort(lane, kind="stable")
+        by_lane = _lane_order(window.positions % max(self.num_positions, 1), self.lanes)
         return Part(window.positions[by_lane], window.is_padding[by_lane])
 
     def _check_rank(self, rank: int) -> None:
@@ -249,6 +249,12 @@ class Deal:
         begin, end = micro * self.batch_size, (micro + 1) * self.batch_size
         is_last = end >= len(part.positions)
         return MicroBatch(window, micro, part.positions[begin:end], part.is_padding[begin:end], is_last)
+
+
+def _lane_order(positions: Int64Array, lanes: int) -> Int64Array:
+    """The places of positions sorted by lane, along the last axis; those of one lane in their order."""
+    lane = (positions % lanes).astype(np.min_scalar_type(lanes - 1))  # small numbers are sorted by radix
+    return np.argsort(lane, axis=-1, kind="stable")
 
 
 class MicroBatch(NamedTuple):

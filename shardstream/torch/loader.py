@@ -226,6 +226,7 @@ class _LoaderPass(Iterator[Batch]):
 
     def __init__(self, loader: StreamingLoader, batches: Iterator[Batch], start: Cursor, num_seeks: int) -> None:
         self._loader, self._batches = loader, batches
+        self._dataset = loader.streaming_dataset
         self.progress = _Progress(start, num_seeks, weakref.ref(self))
         self._is_held_back = False
         self._error: Exception | None = None
@@ -244,7 +245,7 @@ class _LoaderPass(Iterator[Batch]):
         try:
             batch = next(self._batches)
             batch._on_touch = None  # noqa: SLF001 - the loader knows what it hands out, no touch need tell
-            loader.streaming_dataset.took(batch)
+            self._dataset.took(batch)
         except StopIteration:
             if not self._is_held_back:
                 self.finish()
@@ -254,7 +255,7 @@ class _LoaderPass(Iterator[Batch]):
             raise
         if not self._is_held_back:
             self.hand_out(batch)
-        clock.gave(batch, asked_at, loader.streaming_dataset.stats)
+        clock.gave(batch, asked_at, self._dataset.stats)
         return batch
 
     def hold_back(self) -> None:
@@ -266,13 +267,13 @@ class _LoaderPass(Iterator[Batch]):
         progress = self.progress
         progress.last, progress.is_finished = batch.place, batch.place.is_last_in_pass
         if self._is_current:
-            self._loader.streaming_dataset.consumed(batch.place)
+            self._dataset.consumed(batch.place)
 
     def finish(self) -> None:
         """Notes that the loop was told that the pass is over."""
         progress = self.progress
         if self._is_current and not progress.is_finished:  # this rank had no batch in it
-            self._loader.streaming_dataset.end_epoch(progress.start.epoch)
+            self._dataset.end_epoch(progress.start.epoch)
         progress.is_finished = progress.has_ended = True
 
     @property
@@ -280,4 +281,4 @@ class _LoaderPass(Iterator[Batch]):
         return self._loader._left is self.progress  # noqa: SLF001 - the loader's own iterator
 
     def __len__(self) -> int:
-        return self._loader.streaming_dataset.num_micro_batches(self.progress.start)
+        return self._dataset.num_micro_batches(self.progress.start)
