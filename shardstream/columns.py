@@ -9,7 +9,7 @@ batch by batch, not a gather at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeAlias, cast, final
@@ -121,15 +121,21 @@ class Scattered(Sequence[bytes | None]):
 
 
 Column: TypeAlias = Dense | Slices | Objects
+Allocate: TypeAlias = Callable[[int], Any]
+"""Returns a buffer of so many bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows held in memory together (a run, or what was gathered for a batch): columns of equal length by name."""
+    """Rows held in memory together (a run, or what was gathered for a batch): columns of equal length by name.
+
+    ``allocate`` gives memory for a copy, where they lie in more of it than they need, as a decoder left it; else None.
+    """
 
     num_rows: int
     columns: dict[str, Column]
     num_bytes: int = 0
+    allocate: Allocate | None = None
 
 
 def gather(
@@ -185,6 +191,33 @@ def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
     """
     columns = {name: _slice_column(column, begin, end) for name, column in rows.columns.items()}
     return Rows(end - begin, columns, rows.num_bytes * (end - begin) // max(rows.num_rows, 1))
+
+
+def tight(rows: Rows) -> Rows:
+    """Returns rows that are held for long in no more memory than they need.
+
+    A decoder lets its memory grow, and cuts off what it did not need; between runs that stay, such ends are never put
+    together. Where it gets all back at once, it fills the same memory again and again, which the processor still has in
+    its cache: what the copy costs, decoding gains.
+
+    Example:
+        >>> loose = Rows(2, {"x": Dense(np.arange(8)[2:4])}, allocate=bytearray)
+        >>> tight(loose).columns["x"].values
+        array([2, 3])
+    """
+    allocate = rows.allocate
+    if allocate is None:
+        return rows
+    columns = {name: _copied(column, allocate) for name, column in rows.columns.items()}
+    return Rows(rows.num_rows, columns, rows.num_bytes)
+
+
+def _copied(column: Column, allocate: Allocate) -> Column:
+    if isinstance(column, Objects):
+        return column
+    values = np.ndarray(column.values.shape, column.values.dtype, allocate(column.values.nbytes))
+    values[...] = column.values
+    return replace(column, values=values)
 
 
 _Places: TypeAlias = Sequence[npt.NDArray[np.int64]]

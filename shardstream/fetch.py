@@ -28,7 +28,7 @@ from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RunKey
-from shardstream.memory import fitted, most_batches, most_kept_runs
+from shardstream.memory import MADE_AHEAD, fitted, most_batches, most_kept_runs
 from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
@@ -142,7 +142,7 @@ def fetch(
             # The next gather takes its runs before this one gives back its own: what both need stays open.
             num_missing = min(reading.look_ahead - len(ahead), 2)
             ahead.extend(_gather(planned, runs) for planned in islice(waiting, num_missing))
-            made.extend(gathering.submit(later.make) for later in islice(ahead, len(made), None))
+            made.extend(gathering.submit(later.make) for later in islice(ahead, len(made), MADE_AHEAD))
             runs.release(gather.planned)
             if not is_first:
                 yield gathered

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardstream.columns import Rows, gather
+from shardstream.columns import Rows, gather, tight
 from shardstream.errors import DecodeError
 from shardstream.grouping import stable_order
 from shardstream.manifest import Manifest
@@ -118,8 +118,8 @@ class RowsLayout:
         return Planned(batches, manifest.block_start[block] + row, keys, make, returning)
 
     def prepared(self, key: RunKey, rows: Rows) -> Rows:  # noqa: ARG002 - other layouts need it
-        """Returns the rows themselves."""
-        return rows
+        """Returns the rows themselves, in no more memory than they need."""
+        return tight(rows)
 
     def undecodable(self, key: RunKey, error: DecodeError) -> Rows:  # noqa: ARG002 - other layouts need it
         """Raises the error: nothing stands for rows."""

@@ -31,6 +31,8 @@ _STORED_AS_DECODED = ("arrow", "litdata", "mds", "tar")  # formats that are mapp
 _GATHER_NUM_BYTES = 16 << 20
 _ROWS_OF_LANE = 64
 _LEAST_AHEAD_NUM_BYTES = 8 << 20
+MADE_AHEAD = 2
+"""Gathers that are copied before they are asked for; of later ones the runs are held."""
 _MOST_BLOCKS = 1 << 16  # looked at, evenly; sizes of the others are like theirs
 _MIB = 1 << 20
 
@@ -94,21 +96,22 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         True
         >>> sized = replace(manifest, root="/data", block_num_bytes=np.full(1000, 1_000_000))
         >>> print(memory_need(Plan.make(sized, batch_size=32)))
-        368 MiB (49 open runs 187 MiB, kept for lane ends 119 MiB, gathers 63 MiB)
+        337 MiB (49 open runs 187 MiB, kept for lane ends 119 MiB, gathers 32 MiB)
     """
     reading = reading or Reading()
     if not all(np.any(manifest.block_num_bytes) for manifest in manifests_of(plan)):
         return None
     row_num_bytes = layout_of(plan, None).row_num_bytes
     size = plan.batch_size * most_batches(plan, row_num_bytes, reading.gather_rows, num_workers)
-    rows_held = size * (reading.look_ahead + 2)  # those ahead, the one being made, and the one being consumed
+    rows_held = size * (reading.look_ahead + 2)  # those ahead, the one being planned, and the one being consumed
+    rows_copied = size * (min(reading.look_ahead, MADE_AHEAD) + 2)  # those ahead, the next, and the one being consumed
     num_runs, runs_num_bytes, num_streams, streams_num_bytes, decoded_num_bytes = 0, 0, 0, 0, 0.0
     kept_num_bytes = 0
     for source in plan.plans if isinstance(plan, MixturePlan) else (plan,):
         runs = _runs_of(source.manifest)
         num_open = _open_runs(source, runs, rows_held, num_workers)
         if reading.keeps_lane_ends and num_workers == 1:
-            kept_num_bytes += int(most_kept_runs(source) * runs.num_bytes)
+            kept_num_bytes += int(min(most_kept_runs(source), runs.num_all - num_open) * runs.num_bytes)
         streamed = ceil(num_open * runs.share_streamed)
         stream = STREAM_NUM_BYTES + REMOTE_STREAM_NUM_BYTES * is_remote(source.manifest)
         decoded_num_bytes = max(decoded_num_bytes, runs.row_num_bytes if source.packed is None else row_num_bytes)
@@ -122,7 +125,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         num_streams=num_streams,
         streams_num_bytes=streams_num_bytes,
         kept_num_bytes=kept_num_bytes,
-        gathers_num_bytes=int(rows_held * decoded_num_bytes),
+        gathers_num_bytes=int(rows_copied * decoded_num_bytes),
         ahead_num_bytes=reading.ahead_num_bytes if remote else 0,
     )
 
@@ -185,10 +188,10 @@ def most_batches(plan: AnyPlan, row_num_bytes: int, most_rows: int, num_workers:
     Args:
         plan: The plan.
         row_num_bytes: About how many bytes a row takes.
-        most_rows: Rows that are wanted at the most.
+        most_rows: Rows that are wanted at the most; workers share what one reader would gather.
         num_workers: Processes of the rank that read.
     """
-    most = max(1, min(most_rows, _GATHER_NUM_BYTES // row_num_bytes) // plan.batch_size)
+    most = max(1, min(most_rows // num_workers, _GATHER_NUM_BYTES // row_num_bytes) // plan.batch_size)
     lanes = plan.lanes_in_turn
     common = gcd(lanes, plan.global_batch)
     num_windows, rows_of_lane = lanes // common, plan.global_batch // common  # until each lane was visited alike
@@ -243,14 +246,15 @@ def _runs_of(manifest: Manifest) -> _Runs:
     expanded = manifest.block_num_bytes[blocks] * np.where(is_plain, 1, _EXPANSION)
     # Runs are cut to this size when a shard is indexed, and what is at most one and a half of it is not cut.
     sizes = np.where(is_many, RUN_NUM_BYTES, np.minimum(expanded, RUN_NUM_BYTES * 3 // 2)).astype(np.float64)
+    weights = rows / rows.sum()
+    row_num_bytes = float(sizes / np.minimum(rows, run_rows) @ weights)
     is_mapped = is_plain & (not is_remote(manifest))
     sizes[is_mapped] = 0
-    weights = rows / rows.sum()
     num_runs = -(-manifest.block_rows.astype(np.int64) // manifest.block_run_rows)
     return _Runs(
         num_bytes=float(sizes @ weights),
         num_rows=float(np.minimum(rows, run_rows) @ weights),
-        row_num_bytes=float(expanded.sum() / rows.sum()),
+        row_num_bytes=row_num_bytes,
         num_all=int(num_runs.sum()),
         share_streamed=float(weights[is_many & ~is_mapped].sum()),
     )
@@ -262,6 +266,8 @@ def _open_runs(plan: Plan, runs: _Runs, rows_held: int, num_workers: int) -> int
     lanes = plan.lanes
     if lanes > plan.global_batch and lanes % (num_workers * plan.global_batch) == 0:
         lanes //= num_workers  # each worker has lanes of its own
+    else:
+        rows_held *= num_workers  # of the runs that it enters it takes as many rows as each other worker
     of_rank = -(-lanes // plan.world_size) + (lanes % plan.world_size != 0)
     entered = ceil(rows_held / runs.num_rows)  # runs that gathers ahead need while earlier ones are still in use
     return min(min(of_rank, plan.lanes) + entered, runs.num_all)

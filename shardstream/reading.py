@@ -25,8 +25,8 @@ class Reading:
 
     Attributes:
         num_threads: Threads that read and decode; None for up to 4 without worker processes, 1 in each of them.
-        look_ahead: Gathers that are prepared before they are asked for.
-        gather_rows: Samples that are taken together, at the most.
+        look_ahead: Gathers whose runs are read before they are asked for.
+        gather_rows: Samples that are taken together, at the most; a rank's workers share them.
         storage_options: For ``fsspec``.
         timeout_s: How long a batch may be waited for, in seconds.
         num_range_threads: Requests to a remote store side by side; None for 6 a core and at most 32,

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.columns import Dense, Objects, Rows, Scattered, Slices, gather, python_values, slice_rows
+from shardstream.columns import Dense, Objects, Rows, Scattered, Slices, gather, python_values, slice_rows, tight
 from shardstream.errors import DecodeError
 
 # A row is (number or None, numbers or None, text or None, anything): what a column of each kind can hold.
@@ -163,6 +165,30 @@ def test_a_slice_holds_on_to_its_own_values_only():
     piece = slice_rows(gathered, 1, 3).columns["x"]
     assert (piece.values.tolist(), piece.starts.tolist(), piece.lengths.tolist()) == ([2, 3], [0, 2], [2, 0])
     assert len(slice_rows(gathered, 2, 2).columns["x"]) == 0
+
+
+def test_what_is_held_for_long_is_copied_where_it_holds_more_than_its_values():
+    numbers = np.arange(12).reshape(6, 2)[1:4]
+    nulls = np.array([False, True, False])
+    columns = {
+        "n": Dense(numbers, nulls),
+        "l": slices([[1, 2], [], [3]], "list", np.int32),
+        "t": slices([[], [], []], "text"),
+        "o": Objects(["a", None, "b"]),
+    }
+    rows, sizes = Rows(3, columns, 40), []
+
+    def allocate(num_bytes):
+        sizes.append(num_bytes)
+        return bytearray(num_bytes)
+
+    assert tight(rows) is rows
+    held = tight(replace(rows, allocate=allocate))
+    assert (held.num_rows, held.num_bytes, held.allocate) == (3, 40, None)
+    assert shown(held) == shown(rows)
+    assert sizes == [columns[name].values.nbytes for name in "nlt"]
+    assert not np.shares_memory(held.columns["n"].values, numbers)
+    assert held.columns["n"].nulls is nulls
 
 
 def test_bytes_are_counted():

@@ -52,7 +52,7 @@ HUGE = manifest_of(1, 1_000_000, 1 << 30, run_rows=2000)
         (manifest_of(1000, 1000, 3 * MIB // 2), {"lanes": 32}, 43, 0, (300, 350)),  # not larger than a run may be
         (HUGE, {"lanes": 1}, 1 + 6, 7, (100, 200)),
         (HUGE, {"lanes": 32}, 32 + 6, 38, (600, 800)),
-        (manifest_of(1000, 100, 4 * MIB, kind="tar"), {"lanes": 32}, 52, 0, (70, 90)),
+        (manifest_of(1000, 100, 4 * MIB, kind="tar"), {"lanes": 32}, 52, 0, (50, 70)),
     ],
 )  # fmt: skip
 def test_what_a_plan_needs(manifest, options, runs, streams, mib):
@@ -90,7 +90,10 @@ def test_orders_without_blocks_hold_a_run_for_each_row():
 def test_workers_with_lanes_of_their_own():
     plan = Plan.make(SMALL, batch_size=4, lanes=4)
     shared, own = memory_need(plan, num_workers=4), memory_need(plan.with_pin(16), num_workers=4)
-    assert shared.num_open_runs == own.num_open_runs
+    rows_held = 8 * 2048 // 4  # look-ahead and two more, of a worker's share of a gather
+    assert shared.num_open_runs == 4 + -(-4 * rows_held // 1000)  # others read three quarters of what it enters
+    assert own.num_open_runs == 4 + -(-rows_held // 1000)
+    assert shared.gathers_num_bytes == own.gathers_num_bytes == memory_need(plan).gathers_num_bytes // 4
 
 
 def test_a_mixture_needs_what_its_sources_need():
@@ -206,8 +209,8 @@ print(memory_need(plan).num_bytes, most - before)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     need, seen = map(int, done.stdout.split())
-    # Far less than may be: data is thought to be packed four to one, and gathers hold no copies of bytes.
-    assert 0.1 * need < seen < 1.5 * need, (need / MIB, seen / MIB)
+    # Less than may be: data is thought to be packed four to one, and gathers hold no copies of bytes.
+    assert 0.3 * need < seen < 1.2 * need, (need / MIB, seen / MIB)
 
 
 # ------------------------------------------------------------------------------------------------ values

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow._parquet import ParquetReader  # pq.ParquetFile, which wraps it, takes no memory pool
 
-_STREAM_NUM_BYTES = 1 << 20  # what pyarrow holds of each column while it streams a row group
+_STREAM_NUM_BYTES = 1 << 20  # what pyarrow holds of each column while it streams a row group; 0 is all of it
 
 
 class RowGroups:
@@ -19,6 +19,7 @@ class RowGroups:
     Args:
         file: The shard.
         metadata: Its footer.
+        is_streamed: Whether its row groups are of several runs.
 
     Example:
         >>> sink = pa.BufferOutputStream()
@@ -28,14 +29,14 @@ class RowGroups:
         [{'y': [4, 5]}, {'y': [6]}]
     """
 
-    def __init__(self, file: pa.NativeFile, metadata: pq.FileMetaData) -> None:
+    def __init__(self, file: pa.NativeFile, metadata: pq.FileMetaData, *, is_streamed: bool = True) -> None:
         self._metadata = metadata
         self._reader = ParquetReader(decoding_pool())
         self._reader.open(
             file,
             metadata=metadata,
             pre_buffer=False,  # it would fetch whole column chunks and cancel the buffer size
-            buffer_size=_STREAM_NUM_BYTES,
+            buffer_size=_STREAM_NUM_BYTES if is_streamed else 0,
             coerce_int96_timestamp_unit="us",  # nanoseconds wrap outside the years 1677 to 2262
         )
 
@@ -63,10 +64,12 @@ class RowGroups:
 
 
 @contextmanager
-def opened(source: Callable[[], pa.NativeFile], metadata: pq.FileMetaData) -> Iterator[RowGroups]:
+def opened(
+    source: Callable[[], pa.NativeFile], metadata: pq.FileMetaData, *, is_streamed: bool = True
+) -> Iterator[RowGroups]:
     """Opens a shard; what is opened is closed at the end."""
     with source() as file:
-        yield RowGroups(file, metadata)
+        yield RowGroups(file, metadata, is_streamed=is_streamed)
 
 
 def decoding_pool() -> pa.MemoryPool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +27,7 @@ from shardstream.formats._footer import (
     read_footer,
     row_group_spans,
 )
-from shardstream.formats._row_groups import opened
+from shardstream.formats._row_groups import decoding_pool, opened
 from shardstream.formats._shards import (
     DAMAGE,
     ShardRanges,
@@ -118,8 +120,10 @@ class ParquetFormat:
         decodes the earlier ones, because Parquet has no way around that.
         """
         with naming_damage(shard.url, block), closing(self.read_tables(shard, block, columns, first_run)) as tables:
+            is_whole = len(run_bounds(shard, block)) == 1  # a stream holds its last run itself: a copy were one more
+            allocate = partial(pa.allocate_buffer, memory_pool=decoding_pool()) if is_whole else None
             for table in tables:
-                yield rows_of(table)
+                yield replace(rows_of(table), allocate=allocate)
                 del table
 
     def read_tables(
@@ -131,8 +135,9 @@ class ParquetFormat:
         known = remembered(shard, lambda: _known(shard))
         metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
         bounds = run_bounds(shard, block)
-        source = _source(shard, metadata, group, columns, is_streamed=len(bounds) > 1)
-        with naming_damage(shard.url, block), opened(source, metadata) as file:
+        is_streamed = len(bounds) > 1
+        source = _source(shard, metadata, group, columns, is_streamed=is_streamed)
+        with naming_damage(shard.url, block), opened(source, metadata, is_streamed=is_streamed) as file:
             names = list(columns) if columns is not None else file.names if schema is None else schema.names
             _check_columns(shard, block, names, file.names)
             tables = file.runs(group, names, int(shard.manifest.block_run_rows[block]))
@@ -206,7 +211,7 @@ def _source(
     """What opens a shard to read one row group."""
     path = storage.local_path(shard.url)
     if path is not None and shard.is_local:
-        return lambda: pa.OSFile(path, "rb")
+        return lambda: pa.OSFile(path, "rb", decoding_pool())
     ranges = ShardRanges(shard, lambda: _digest_now(shard))
     num_bytes = int(shard.manifest.num_bytes[shard.index])
     return lambda: _span_source(ranges, metadata.row_group(group), columns, num_bytes, is_streamed=is_streamed)

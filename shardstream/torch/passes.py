@@ -193,9 +193,8 @@ def _gathers(begun: _Begun, worker: Worker, first_index: int) -> Generator[Gathe
         source.rank, origin, worker=worker.worker_index, num_workers=worker.num_workers, first_index=first_index
     )
     reading = source.reading
-    if not worker.is_main:  # workers are the parallelism there, and share what one reader would prepare
-        num_rows = max(1, reading.gather_rows // worker.num_workers)
-        reading = replace(reading, num_threads=reading.num_threads or 1, gather_rows=num_rows)
+    if not worker.is_main:  # workers are the parallelism there
+        reading = replace(reading, num_threads=reading.num_threads or 1)
     return fetch(
         plan,
         planned,

@@ -15,9 +15,11 @@ import pytest
 from pyarrow.parquet import encryption
 
 from shardstream import storage
+from shardstream.columns import tight
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard
 from shardstream.formats._footer import parse_footer, read_footer
+from shardstream.formats._row_groups import decoding_pool
 from shardstream.formats.parquet import ParquetFormat
 from tests.formats.conformance import FormatTests, Row, counts_of, indexed, manifest_of, python_rows, read_all
 
@@ -380,3 +382,22 @@ def test_checking_a_footer_holds_nothing_of_those_who_ask(tmp_path):
         return weakref.ref(held)
 
     assert ask()() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "num_bytes"),
+    [
+        (pa.list_(pa.int32()), list(range(100)), 400),
+        (pa.large_list(pa.int16()), list(range(100)), 200),
+        (pa.binary(), bytes(320), 320),
+        (pa.list_(pa.float64(), 4), [0.5] * 4, 32),
+    ],
+)
+def test_a_row_group_that_is_held_takes_no_more_memory_than_its_values(tmp_path, kind, value, num_bytes):
+    """A decoder lets its memory grow, and cuts off the rest: such ends are not to lie between those that are held."""
+    pq.write_table(pa.table({"x": pa.array([value] * 1000, kind)}), tmp_path / "a.parquet")
+    shard = Shard(indexed(tmp_path / "a.parquet"), 0)
+    before = decoding_pool().bytes_allocated()
+    held = tight(next(ParquetFormat().read_runs(shard, 0, None)))
+    assert decoding_pool().bytes_allocated() - before == 1000 * num_bytes
+    assert held.columns["x"].values.nbytes == 1000 * num_bytes
