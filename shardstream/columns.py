@@ -1,9 +1,9 @@
 """Columns in memory: what formats hand over, fetching gathers and batches are made of. Numpy only.
 
 A column of n rows is one of three frozen values. ``Dense`` and ``Slices`` are views of the memory that the decoder
-filled; ``gather`` makes the one copy, from there into the batch. Of bytes it only notes where they lie (``Scattered``):
-each value is an object of Python's, and those of a batch stay in the processor's cache if they are made and dropped
-batch by batch, not a gather at a time.
+filled, or of a copy of just their size where that would keep too much alive (``tight``); ``gather`` copies from there
+into the batch. Of bytes it only notes where they lie (``Scattered``): each value is an object of Python's, and those of
+a batch stay in the processor's cache if they are made and dropped batch by batch, not a gather at a time.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ _STORED_AS_DECODED = ("arrow", "litdata", "mds", "tar")  # formats that are mapp
 _GATHER_NUM_BYTES = 16 << 20
 _ROWS_OF_LANE = 64
 _LEAST_AHEAD_NUM_BYTES = 8 << 20
-MADE_AHEAD = 2
+MADE_AHEAD = 1
 """Gathers that are copied before they are asked for; of later ones the runs are held."""
 _MOST_BLOCKS = 1 << 16  # looked at, evenly; sizes of the others are like theirs
 _MIB = 1 << 20
@@ -96,7 +96,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         True
         >>> sized = replace(manifest, root="/data", block_num_bytes=np.full(1000, 1_000_000))
         >>> print(memory_need(Plan.make(sized, batch_size=32)))
-        337 MiB (49 open runs 187 MiB, kept for lane ends 119 MiB, gathers 32 MiB)
+        329 MiB (49 open runs 187 MiB, kept for lane ends 119 MiB, gathers 24 MiB)
     """
     reading = reading or Reading()
     if not all(np.any(manifest.block_num_bytes) for manifest in manifests_of(plan)):
@@ -104,7 +104,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
     row_num_bytes = layout_of(plan, None).row_num_bytes
     size = plan.batch_size * most_batches(plan, row_num_bytes, reading.gather_rows, num_workers)
     rows_held = size * (reading.look_ahead + 2)  # those ahead, the one being planned, and the one being consumed
-    rows_copied = size * (min(reading.look_ahead, MADE_AHEAD) + 2)  # those ahead, the next, and the one being consumed
+    rows_copied = size * (min(reading.look_ahead, MADE_AHEAD) + 2)  # ahead, being made, and being consumed
     num_runs, runs_num_bytes, num_streams, streams_num_bytes, decoded_num_bytes = 0, 0, 0, 0, 0.0
     kept_num_bytes = 0
     for source in plan.plans if isinstance(plan, MixturePlan) else (plan,):
