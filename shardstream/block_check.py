@@ -76,7 +76,7 @@ class BlockCheck:
     def _whole_block(self, format_: Format, shard: Shard, block: int, columns: Sequence[str] | None) -> list[ByteRange]:
         """The ranges that will be read, if they are all of the block; else none."""
         manifest = shard.manifest
-        if manifest.block_run_rows[block] < manifest.block_rows[block]:
+        if manifest.is_long(block):
             return []
         ranges = sorted(format_.ranges_of(shard, block, columns), key=lambda range_: range_.start)
         start = int(manifest.block_offset[block])

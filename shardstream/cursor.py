@@ -203,9 +203,7 @@ class Cursor:
         if self.tail == "continue" and num_positions:
             epochs, position = divmod(position, num_positions)
             return self.at(epoch + epochs, position, position % self.global_batch)
-        fewest = 1
-        if self.tail in ("drop", "truncate"):
-            fewest = self.global_batch if self.tail == "drop" else self.world_size or 1
+        fewest = {"drop": self.global_batch, "truncate": self.world_size or 1}.get(self.tail, 1)
         if num_positions - position < fewest:
             return self.at(epoch + 1)
         return self.at(epoch, position, grid_start)

@@ -28,7 +28,7 @@ from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
 from shardstream.formats import Shard, format_of
 from shardstream.layout import Layout, Planned, RunKey
-from shardstream.memory import MADE_AHEAD, fitted, most_batches, most_kept_runs
+from shardstream.memory import fitted, most_batches, most_kept_runs
 from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
@@ -117,22 +117,22 @@ def fetch(
     most_kept = most_kept_runs(plan) if reading.keeps_lane_ends else 0
     runs = _OpenRuns(layout, reading, pool, stats, ranges, check, most_kept=most_kept, finds_faults=finds_faults)
     ahead: deque[_Gather] = deque()
-    made: deque[Future[Made]] = deque()  # of the first of those
+    made: Future[Made] = Future()  # of the first of those, as soon as there is one
     waiting = runs.asking_ahead(_gathers(plan, layout, iter(batches), reading.gather_rows, num_workers))
     is_late, is_first = False, True
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_gather(planned, runs))
             if len(ahead) == 1:
-                made.append(gathering.submit(ahead[0].make))
+                made = gathering.submit(ahead[0].make)
                 # Who plans takes the interpreter's lock from those that decode: those go first.
                 runs.wait(planned.keys[: 1 - num_threads or None], _HEAD_START_S)
-            if made[0].done():  # the first batch does not wait while others are planned
+            if made.done():  # the first batch does not wait while others are planned
                 break
         while ahead:
             gather = ahead.popleft()
             try:
-                rows, faults = made.popleft().result(reading.timeout_s)
+                rows, faults = made.result(reading.timeout_s)
             except FutureTimeoutError:
                 is_late = True
                 raise _too_late(layout, gather.planned, reading.timeout_s) from None
@@ -142,9 +142,9 @@ def fetch(
             if is_first:  # nothing else is planned or copied before its consumer has it
                 yield gathered
             # The next gather takes its runs before this one gives back its own: what both need stays open.
-            num_missing = min(reading.look_ahead - len(ahead), 2)
-            ahead.extend(_gather(planned, runs) for planned in islice(waiting, num_missing))
-            made.extend(gathering.submit(later.make) for later in islice(ahead, len(made), MADE_AHEAD))
+            ahead.extend(_gather(planned, runs) for planned in islice(waiting, min(reading.look_ahead - len(ahead), 2)))
+            if ahead:  # of later ones runs are held, which give their rows when it is their turn
+                made = gathering.submit(ahead[0].make)
             runs.release(gather.planned)
             if not is_first:
                 yield gathered

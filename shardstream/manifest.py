@@ -152,6 +152,10 @@ class Manifest:
         """Whether some block is cut into more than one run (then lanes have phases)."""
         return bool(np.any(self.block_rows > self.block_run_rows))
 
+    def is_long(self, block: int) -> bool:
+        """Whether a block is cut into more than one run, which are streamed."""
+        return bool(self.block_rows[block] > self.block_run_rows[block])
+
     def shard_of_block(self, block: npt.NDArray[np.integer[Any]]) -> Int64Array:
         """Returns the shard of each block: int64, of the shape of ``block``."""
         return np.searchsorted(self.shard_first_block, block, side="right") - 1

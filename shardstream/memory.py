@@ -31,8 +31,7 @@ _STORED_AS_DECODED = ("arrow", "litdata", "mds", "tar")  # formats that are mapp
 _GATHER_NUM_BYTES = 16 << 20
 _ROWS_OF_LANE = 64
 _LEAST_AHEAD_NUM_BYTES = 8 << 20
-MADE_AHEAD = 1
-"""Gathers that are copied before they are asked for; of later ones the runs are held."""
+_GATHERS_COPIED = 3  # the next one, the one being consumed, and what a consumer still holds of the one before
 _MOST_BLOCKS = 1 << 16  # looked at, evenly; sizes of the others are like theirs
 _MIB = 1 << 20
 
@@ -104,7 +103,6 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
     row_num_bytes = layout_of(plan, None).row_num_bytes
     size = plan.batch_size * most_batches(plan, row_num_bytes, reading.gather_rows, num_workers)
     rows_held = size * (reading.look_ahead + 2)  # those ahead, the one being planned, and the one being consumed
-    rows_copied = size * (min(reading.look_ahead, MADE_AHEAD) + 2)  # ahead, being made, and being consumed
     num_runs, runs_num_bytes, num_streams, streams_num_bytes, decoded_num_bytes = 0, 0, 0, 0, 0.0
     kept_num_bytes = 0
     for source in plan.plans if isinstance(plan, MixturePlan) else (plan,):
@@ -125,7 +123,7 @@ def memory_need(plan: AnyPlan, reading: Reading | None = None, num_workers: int 
         num_streams=num_streams,
         streams_num_bytes=streams_num_bytes,
         kept_num_bytes=kept_num_bytes,
-        gathers_num_bytes=int(rows_copied * decoded_num_bytes),
+        gathers_num_bytes=int(_GATHERS_COPIED * size * decoded_num_bytes),
         ahead_num_bytes=reading.ahead_num_bytes if remote else 0,
     )
 

@@ -29,7 +29,7 @@ class Reading:
         gather_rows: Samples that are taken together, at the most; a rank's workers share them.
         storage_options: For ``fsspec``.
         timeout_s: How long a batch may be waited for, in seconds.
-        num_range_threads: Requests to a remote store side by side; None for 6 a core and at most 32,
+        num_range_threads: Requests to a remote store side by side; None for 8 a core and at most 32,
             divided among a rank's workers.
         ahead_num_bytes: Bytes of blocks that are asked of a remote store before they are needed.
         memory_num_bytes: What a process that reads may hold for it; None for half of what the machine has for each of

@@ -95,7 +95,7 @@ def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[
     """Returns the ranges of a block that ``bytes_of_runs`` asks for first; see ``Format.ranges_of``."""
     manifest = shard.manifest
     ranges = pieces([block_span(shard, block)])
-    if manifest.block_run_rows[block] < manifest.block_rows[block]:  # a plain shard is entered anywhere
+    if manifest.is_long(block):  # a plain shard is entered anywhere
         ranges = [] if first_run and _is_plain(shard) else ranges[:1]
     source = ShardRanges(shard, digest_now)
     return [source.range(start, end) for start, end in ranges]
@@ -166,8 +166,8 @@ def _block_file(shard: Shard, block: int, digest_now: Callable[[], str]) -> Iter
         file = storage.open_source(shard.url)
     else:
         ranges, shard_num_bytes = ShardRanges(shard, digest_now), int(manifest.num_bytes[shard.index])
-        is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
-        span = SpanFile(ranges, [block_span(shard, block)], num_bytes=shard_num_bytes, is_streamed=is_streamed)
+        spans, is_streamed = [block_span(shard, block)], manifest.is_long(block)
+        span = SpanFile(ranges, spans, num_bytes=shard_num_bytes, is_streamed=is_streamed)
         file = cast("BinaryIO", span)
     with file:
         file.seek(int(manifest.block_offset[block]))
@@ -178,10 +178,9 @@ def _block_file(shard: Shard, block: int, digest_now: Callable[[], str]) -> Iter
 def _block_stream(shard: Shard, block: int, data_offset: int, digest_now: Callable[[], str]) -> Iterator[ForwardFile]:
     """The decoded bytes of a block, from where it can be entered."""
     manifest = shard.manifest
-    is_streamed = bool(manifest.block_run_rows[block] < manifest.block_rows[block])
     num_bytes = int(manifest.block_num_bytes[block])
     # A block of one run is read at once: for each step, the thread waits for the interpreter's lock.
-    step_num_bytes = _STEP_NUM_BYTES if is_streamed else max(1, num_bytes)
+    step_num_bytes = _STEP_NUM_BYTES if manifest.is_long(block) else max(1, num_bytes)
     with _block_file(shard, block, digest_now) as file:
         stream = decompressed_block(file, manifest.formats[shard.index], num_bytes, step_num_bytes)
         yield ForwardFile(stream, position=data_offset)

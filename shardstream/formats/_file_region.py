@@ -9,7 +9,9 @@ from weakref import WeakSet, finalize
 import numpy as np
 import numpy.typing as npt
 
+from shardstream import storage
 from shardstream.errors import ReadError
+from shardstream.formats._shards import naming_damage
 
 _MOST_OPEN = 128  # files of a process, of the 256 to 1,024 that systems allow
 
@@ -43,13 +45,10 @@ class FileRegion:
         """
         num_bytes, at = end - begin, self._start + begin
         try:
-            data = os.pread(self._number, num_bytes, at)
-            while len(data) < num_bytes and (more := os.pread(self._number, num_bytes - len(data), at + len(data))):
-                data += more  # one call reads at most 2 GiB
-        except OSError as error:
-            what = f"the shard cannot be read ({type(error).__name__}: {error})"
-            hint = "look at the file system that it is on"
-            raise ReadError(what, url=self._url, block=self._block, hint=hint) from error
+            data = storage.read_at(self._number, at, num_bytes)
+        except OSError:
+            with naming_damage(self._url, self._block):
+                raise
         if len(data) < num_bytes:
             raise ReadError(
                 "the shard was cut while it was read",

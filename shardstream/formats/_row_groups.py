@@ -39,7 +39,6 @@ class RowGroups:
             buffer_size=_STREAM_NUM_BYTES if is_streamed else 0,
             coerce_int96_timestamp_unit="us",  # nanoseconds wrap outside the years 1677 to 2262
         )
-
         self._column_of_leaf = [path[0] for path in self._reader.column_paths]
 
     @property

@@ -105,11 +105,10 @@ class ParquetFormat:
         known = remembered(shard, lambda: _known(shard))
         spans = row_group_spans(known.metadata.row_group(known.row_group(shard, block)), columns)
         wanted = joined(spans)
-        if shard.manifest.block_run_rows[block] >= shard.manifest.block_rows[block]:
-            ranges = pieces(wanted, len(spans))
-        else:
+        ranges = pieces(wanted, len(spans))
+        if shard.manifest.is_long(block):
             starts = {start for start, _ in wanted}
-            ranges = [piece for piece in pieces(wanted, len(spans)) if piece[0] in starts]
+            ranges = [piece for piece in ranges if piece[0] in starts]
         source = ShardRanges(shard, lambda: _digest_now(shard))
         return [source.range(start, end) for start, end in ranges]
 
@@ -120,8 +119,8 @@ class ParquetFormat:
         decodes the earlier ones, because Parquet has no way around that.
         """
         with naming_damage(shard.url, block), closing(self.read_tables(shard, block, columns, first_run)) as tables:
-            is_whole = len(run_bounds(shard, block)) == 1  # a stream holds its last run itself: a copy were one more
-            allocate = partial(pa.allocate_buffer, memory_pool=decoding_pool()) if is_whole else None
+            is_long = shard.manifest.is_long(block)  # its stream holds its last run itself: a copy were one more
+            allocate = None if is_long else partial(pa.allocate_buffer, memory_pool=decoding_pool())
             for table in tables:
                 yield replace(rows_of(table), allocate=allocate)
                 del table
@@ -135,7 +134,7 @@ class ParquetFormat:
         known = remembered(shard, lambda: _known(shard))
         metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
         bounds = run_bounds(shard, block)
-        is_streamed = len(bounds) > 1
+        is_streamed = shard.manifest.is_long(block)
         source = _source(shard, metadata, group, columns, is_streamed=is_streamed)
         with naming_damage(shard.url, block), opened(source, metadata, is_streamed=is_streamed) as file:
             names = list(columns) if columns is not None else file.names if schema is None else schema.names
@@ -241,24 +240,16 @@ def _cast(
     table: pa.Table | pa.RecordBatch, names: Sequence[str], schema: pa.Schema | None, url: str, block: int
 ) -> pa.Table | pa.RecordBatch:
     """The named columns, in that order, in the types that all shards share."""
-    if not names:
-        return table  # made of no arrays it would have no rows
-    if table.schema.names != names:
-        table = table.select(list(names))
-    kinds = [
-        schema.field(name).type if schema is not None and name in schema.names else plain_type(found)
-        for name, found in zip(names, table.schema.types, strict=True)
-    ]
-    if table.schema.types == kinds:
-        return type(table).from_arrays(table.columns, names=names)
+    table = table.select(list(names))
     arrays = []
-    for name, kind, array in zip(names, kinds, table.columns, strict=True):
+    for name, array in zip(names, table.columns, strict=True):
+        kind = schema.field(name).type if schema is not None and name in schema.names else plain_type(array.type)
         try:
             arrays.append(array if array.type == kind else without_list_views(array).cast(kind))
         except pa.ArrowException as error:
             what = f"column {name!r} does not fit the manifest's type"
             raise DecodeError(what, url=url, block=block, expected=kind, found=f"{array.type} ({error})") from error
-    return type(table).from_arrays(arrays, names=list(names))
+    return type(table).from_arrays(arrays, names=list(names)) if arrays else table
 
 
 # --------------------------------------------------------------------------------------------------- counts

@@ -11,6 +11,7 @@ from shardstream.storage._locations import absolute, common_root, folder_of, is_
 from shardstream.storage._reads import (
     FileInfo,
     open_source,
+    read_at,
     read_range,
     read_tail,
     read_versioned,
@@ -34,6 +35,7 @@ __all__ = [
     "local_path",
     "open_source",
     "path_below",
+    "read_at",
     "read_range",
     "read_tail",
     "read_versioned",

@@ -316,12 +316,26 @@ class _RangeFile(io.RawIOBase):
 def _read_local(path: str, start: int, num_bytes: int) -> bytes:
     file = os.open(path, os.O_RDONLY)
     try:
-        data = os.pread(file, num_bytes, start)
-        while len(data) < num_bytes and (more := os.pread(file, num_bytes - len(data), start + len(data))):
-            data += more  # one call reads at most 2 GiB
-        return data
+        return read_at(file, start, num_bytes)
     finally:
         os.close(file)
+
+
+def read_at(file: int, start: int, num_bytes: int) -> bytes:
+    """Returns bytes of an open file, fewer if it ends before.
+
+    Args:
+        file: Its descriptor.
+        start: First byte.
+        num_bytes: How many.
+
+    Raises:
+        OSError: If it cannot be read.
+    """
+    data = os.pread(file, num_bytes, start)
+    while len(data) < num_bytes and (more := os.pread(file, num_bytes - len(data), start + len(data))):
+        data += more  # one call reads at most 2 GiB
+    return data
 
 
 def whole(data: bytes, url: str, start: int, end: int) -> bytes:

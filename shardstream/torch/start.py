@@ -113,7 +113,6 @@ class SharedStart:
         self._is_touched = False  # whether a batch of the pass under way was touched
         self._is_held = False
         self._begun, self._arrivals = PassId(), Arrivals()
-        self._written: tuple[int, ...] = ()
         self._stays: tuple[int, ...] = ()  # the ``pass_start`` whose beginning was written last
 
     def read(self, begun: PassId = PassId()) -> Start:  # noqa: B008 - frozen
@@ -140,9 +139,7 @@ class SharedStart:
 
     def _write(self, start: Start, before: Start, ended: PassId) -> None:
         self._first, self._stays = start, ()
-        words = (*start, *before, *ended)
-        if words != self._written:
-            self._words.numpy()[:] = self._written = words
+        self._words.numpy()[:] = (*start, *before, *ended)
 
     def seek(self, epoch: int, position: int = 0, grid_start: int = 0, lanes: int | None = None) -> None:
         """Does what ``write`` does, on somebody's word: batches that arrived before no longer move the start."""
@@ -179,8 +176,7 @@ class SharedStart:
         def touched() -> None:
             if self.budget is not None:
                 self.budget.took(num_rows, masked)
-            if place.pass_start[4]:
-                self._arrivals.touched(place)
+            self._arrivals.touched(place)
             self.consumed(place, num_seeks)
 
         batch._on_touch = touched  # noqa: SLF001 - the hook is made for this
