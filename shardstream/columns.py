@@ -179,7 +179,7 @@ def gather(
             columns[name] = _gather_numbers(name, sources, places, picks, place_of_part, dtypes[name])
         else:
             columns[name] = _gather_column(name, sources, places, picks, place_of_part)
-    return Rows(len(part_of_row), columns, sum(map(_num_bytes, columns.values())))
+    return Rows(len(part_of_row), columns, num_bytes_of(columns))
 
 
 def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
@@ -201,20 +201,20 @@ def tight(rows: Rows) -> Rows:
     its cache: what the copy costs, decoding gains.
 
     Example:
-        >>> loose = Rows(2, {"x": Dense(np.arange(8)[2:4])}, allocate=bytearray)
-        >>> tight(loose).columns["x"].values
+        >>> loose = Slices(np.arange(8)[2:4], np.array([0, 1]), np.array([1, 1]), "list")
+        >>> tight(Rows(2, {"x": loose}, allocate=bytearray)).columns["x"].values
         array([2, 3])
     """
     allocate = rows.allocate
     if allocate is None:
         return rows
-    columns = {name: _copied(column, allocate) for name, column in rows.columns.items()}
+    columns = {name: _tight(column, allocate) for name, column in rows.columns.items()}
     return Rows(rows.num_rows, columns, rows.num_bytes)
 
 
-def _copied(column: Column, allocate: Allocate) -> Column:
-    if isinstance(column, Objects):
-        return column
+def _tight(column: Column, allocate: Allocate) -> Column:
+    if isinstance(column, Objects) or (isinstance(column, Dense) and column.values.ndim == 1):
+        return column  # of plain numbers a decoder knows beforehand how many come
     values = np.ndarray(column.values.shape, column.values.dtype, allocate(column.values.nbytes))
     values[...] = column.values
     return replace(column, values=values)
@@ -430,6 +430,16 @@ def _slice_column(column: Column, begin: int, end: int) -> Column:
         return Slices(column.values[:0], starts, lengths, column.kind, nulls)
     first, last = int(starts[0]), int(starts[-1] + lengths[-1])
     return Slices(column.values[first:last], starts - first, lengths, column.kind, nulls)
+
+
+def num_bytes_of(columns: Mapping[str, Column]) -> int:
+    """Returns how many bytes the values of rows take, without what says where each lies.
+
+    Example:
+        >>> num_bytes_of({"x": Dense(np.zeros(3, np.int16)), "y": Objects(["a", "bc", "d"])})
+        10
+    """
+    return sum(map(_num_bytes, columns.values()))
 
 
 def _num_bytes(column: Column) -> int:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -26,14 +26,13 @@ from shardstream.block_check import BlockCheck
 from shardstream.columns import Rows, slice_rows
 from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
-from shardstream.formats import Shard, format_of
+from shardstream.formats import Shard, decoded_runs, format_of
 from shardstream.layout import Layout, Planned, RunKey
 from shardstream.memory import fitted, most_batches, most_kept_runs
 from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
 from shardstream.plan import PlannedBatch
-from shardstream.ranges import Ranges
 from shardstream.read_stats import OpenedBlock, ReadStats
 from shardstream.reading import Reading
 
@@ -109,13 +108,10 @@ def fetch(
     layout = layout if layout is not None else layout_of(plan, None)
     reading = fitted(plan, reading or Reading(), num_workers)
     stats = stats if stats is not None else ReadStats()
-    check = BlockCheck(manifests_of(plan), stats) if reading.verify_checksums else None
     num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
+    runs = _OpenRuns(plan, layout, reading, num_threads, stats, num_workers, finds_faults=finds_faults)
     # Copies have a thread of their own: decoding need not wait for them.
-    pool, gathering = (ThreadPoolExecutor(n, thread_name_prefix=_THREAD_NAME) for n in (num_threads, 1))
-    ranges = reading.ranges(manifests_of(plan), stats, num_workers)
-    most_kept = most_kept_runs(plan) if reading.keeps_lane_ends else 0
-    runs = _OpenRuns(layout, reading, pool, stats, ranges, check, most_kept=most_kept, finds_faults=finds_faults)
+    gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)
     ahead: deque[_Gather] = deque()
     made: Future[Made] = Future()  # of the first of those, as soon as there is one
     waiting = runs.asking_ahead(_gathers(plan, layout, iter(batches), reading.gather_rows, num_workers))
@@ -153,13 +149,8 @@ def fetch(
         # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
         # one of a pool must not wait for a pool.
         is_reader = threading.current_thread().name.startswith(_THREAD_NAME)
-        if ranges is not None:
-            ranges.give_up()
-        for threads in (pool, gathering):
-            threads.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
-        runs.close()
-        if ranges is not None:
-            ranges.close(wait=not (is_late or is_reader))
+        runs.close(wait=not (is_late or is_reader))
+        gathering.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
 
 
 def _keep_freed_memory() -> None:
@@ -225,9 +216,8 @@ def _too_late(layout: Layout, planned: Planned, timeout_s: float) -> ReadError:
 # ---------------------------------------------------------------------------------------------------------- runs
 
 
-_Opened: TypeAlias = (
-    "Future[tuple[Any, Generator[Rows, None, None]]]"  # a run as prepared, and the stream that reads the next one
-)
+_Stream: TypeAlias = Generator[Callable[[], Rows], None, None]
+_Opened: TypeAlias = "Future[tuple[Future[Any], _Stream]]"  # a run as prepared, and the stream that reads the next one
 
 
 @dataclass
@@ -242,25 +232,30 @@ class _OpenRuns:
 
     def __init__(
         self,
+        plan: AnyPlan,
         layout: Layout,
         reading: Reading,
-        pool: ThreadPoolExecutor,
+        num_threads: int,
         stats: ReadStats,
-        ranges: Ranges | None,
-        check: BlockCheck | None,
+        num_workers: int,
         *,
-        most_kept: int,
         finds_faults: bool,
     ) -> None:
         self.layout, self._options, self.finds_faults = layout, reading.storage_options, finds_faults
-        self._pool, self._stats, self._ranges = pool, stats, ranges
-        self._most_kept = most_kept
+        # What is done with decoded rows has threads of its own: those that decode go on at once.
+        self._decoding, self._preparing = (
+            ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME) for _ in range(2)
+        )
+        self._stats = stats
+        self._check = BlockCheck(manifests_of(plan), stats) if reading.verify_checksums else None
+        self._most_kept = most_kept_runs(plan) if reading.keeps_lane_ends else 0
         self._kept: dict[RunKey, None] = {}  # held for the end of the epoch by nobody, the longest first
+        self._ranges = reading.ranges(manifests_of(plan), stats, num_workers)
         self.ahead = None
-        if ranges is not None:
+        if self._ranges is not None:
             most = (reading.look_ahead, reading.ahead_num_bytes)
-            self.ahead = BlocksAhead(layout, self._shard_of, ranges, *most, keeps_returning=most_kept > 0)
-        self._check = check
+            returns = self._most_kept > 0
+            self.ahead = BlocksAhead(layout, self._shard_of, self._ranges, *most, keeps_returning=returns)
         self._held: dict[RunKey, _Held] = {}
         self._shards: dict[tuple[int, int], Shard] = {}
         self.epoch = 0  # of the gather that runs are acquired for
@@ -285,7 +280,7 @@ class _OpenRuns:
     def prepared(self, key: RunKey, opened: _Opened) -> Any:
         """Returns the run as the layout prepared it, or what stands for one that cannot be decoded."""
         try:
-            return opened.result()[0]
+            return opened.result()[0].result()
         except DecodeError as error:
             if not self.finds_faults or not is_of_data(error):
                 raise
@@ -311,28 +306,35 @@ class _OpenRuns:
         if not held.is_continued:
             held.opened.add_done_callback(_close_stream)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool) -> None:
+        """Drops all runs, and lets whoever waits for one that is not there yet know."""
+        if self._ranges is not None:
+            self._ranges.give_up()
+        for threads in (self._decoding, self._preparing):
+            threads.shutdown(wait=wait, cancel_futures=True)
         for held in self._held.values():
             held.opened.add_done_callback(_close_stream)
         self._held.clear()
+        if self._ranges is not None:
+            self._ranges.close(wait=wait)
 
     def _open(self, key: RunKey) -> _Held:
         before = self._held.get(key._replace(run=key.run - 1))
         self._stats.num_runs_read += 1
         if before is not None and not before.is_continued:
             before.is_continued = True
-            return _Held(self._pool.submit(self._next_run, before.opened, key))
+            return _Held(self._decoding.submit(self._next_run, before.opened, key))
         self._stats.opened(OpenedBlock(self.epoch, key.source, key.block))
-        return _Held(self._pool.submit(self._first_run, key))
+        return _Held(self._decoding.submit(self._first_run, key))
 
-    def _first_run(self, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
+    def _first_run(self, key: RunKey) -> tuple[Future[Any], _Stream]:
         shard, columns = self._shard_of(key), self.layout.source(key)[1]
         if self.ahead is not None:
             self.ahead.wait(key)
         format_ = format_of("." + shard.manifest.formats[shard.index])
         check = nullcontext() if self._check is None else self._check.checked(format_, shard, key.block, columns)
         with check:
-            advanced = self._advanced(format_.read_runs(shard, key.block, columns, key.run), key)
+            advanced = self._advanced(decoded_runs(format_, shard, key.block, columns, key.run), key)
         if self.ahead is not None:
             self.ahead.opened(key)
         return advanced
@@ -344,7 +346,7 @@ class _OpenRuns:
             self._shards[key.source, shard] = Shard(manifest, shard, self._options, self._ranges)
         return self._shards[key.source, shard]
 
-    def _next_run(self, before: _Opened, key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
+    def _next_run(self, before: _Opened, key: RunKey) -> tuple[Future[Any], _Stream]:
         try:
             return self._advanced(before.result()[1], key)
         except DecodeError:
@@ -352,23 +354,36 @@ class _OpenRuns:
                 raise
         return self._first_run(key)  # what is at fault must not depend on who read the run before
 
-    def _advanced(self, stream: Generator[Rows, None, None], key: RunKey) -> tuple[Any, Generator[Rows, None, None]]:
-        block, run, (manifest, _) = key.block, key.run, self.layout.source(key)
+    def _advanced(self, stream: _Stream, key: RunKey) -> tuple[Future[Any], _Stream]:
+        """Decodes a run; what is done with it then is another thread's: this one goes on decoding."""
+        manifest, _ = self.layout.source(key)
         try:
-            rows = next(stream)
-            if (run + 1) * int(manifest.block_run_rows[block]) >= int(manifest.block_rows[block]):
-                stream.close()  # the block's last run: its file need not stay open as long as its rows
-            return self.layout.prepared(key, rows), stream
+            with self._naming(key):
+                rows_of_run = next(stream, None)
+                if rows_of_run is None:
+                    what, url = "the block has fewer runs than were indexed", manifest.url_of_block(key.block)
+                    raise DecodeError(what, url=url, block=key.block, found=key.run)
+                if (key.run + 1) * int(manifest.block_run_rows[key.block]) >= int(manifest.block_rows[key.block]):
+                    stream.close()  # the block's last run: its file need not stay open as long as its rows
+                return self._preparing.submit(self._prepared, key, rows_of_run), stream
         except ShardStreamError:
             stream.close()
             raise
-        except StopIteration as end:
-            what, url = "the block has fewer runs than were indexed", manifest.url_of_block(key.block)
-            raise DecodeError(what, url=url, block=block, found=run) from end
+
+    def _prepared(self, key: RunKey, rows_of_run: Callable[[], Rows]) -> Any:
+        with self._naming(key):
+            return self.layout.prepared(key, rows_of_run())
+
+    @contextmanager
+    def _naming(self, key: RunKey) -> Iterator[None]:
+        try:
+            yield
+        except ShardStreamError:
+            raise
         except Exception as error:
-            stream.close()
-            what, url = f"reading failed with {type(error).__name__}: {error}", manifest.url_of_block(key.block)
-            raise ReadError(what, url=url, block=block, hint="the traceback above shows where") from error
+            url = self.layout.source(key)[0].url_of_block(key.block)
+            what, hint = f"reading failed with {type(error).__name__}: {error}", "the traceback above shows where"
+            raise ReadError(what, url=url, block=key.block, hint=hint) from error
 
 
 def _close_stream(opened: _Opened) -> None:

@@ -161,11 +161,11 @@ def test_nothing_stands_between_the_first_batch_and_its_consumer(tmp_path, monke
     """Its blocks are decoded first, and no other gather is copied before it was handed out."""
     plan = Plan.make(parquet_manifest(tmp_path, [200], 5), batch_size=4, lanes=4)
     decoded, copied = [], []
-    read_runs = ParquetFormat.read_runs
+    decode_runs = ParquetFormat.decode_runs
 
     def noting(self, shard, block, *rest):
         decoded.append(block)
-        return read_runs(self, shard, block, *rest)
+        return decode_runs(self, shard, block, *rest)
 
     class Noting(RowsLayout):
         def planned(self, batches):
@@ -177,7 +177,7 @@ def test_nothing_stands_between_the_first_batch_and_its_consumer(tmp_path, monke
 
             return planned._replace(make=make)
 
-    monkeypatch.setattr(ParquetFormat, "read_runs", noting)
+    monkeypatch.setattr(ParquetFormat, "decode_runs", noting)
     gathers = fetch(plan, plan.micro_batches(0, plan.cursor()), layout=Noting(plan), reading=Reading(num_threads=1))
     first = next(gathers)
     assert copied == [1]
@@ -354,14 +354,15 @@ def test_text_that_is_not_utf_8_names_shard_and_block(tmp_path):
 def test_a_fault_of_a_format_is_an_error_with_a_place(tmp_path, monkeypatch):
     plan = Plan.make(parquet_manifest(tmp_path, [20], 20), batch_size=4)
 
-    def broken(*_):
+    def broken():
         raise ZeroDivisionError("a fault")
-        yield
 
-    monkeypatch.setattr(ParquetFormat, "read_runs", broken)
-    with pytest.raises(ReadError, match=r"ZeroDivisionError: a fault \[.*part-00000\.parquet, block 0\]"):
-        next(fetched(plan))
-    monkeypatch.setattr(ParquetFormat, "read_runs", lambda *_: (rows for rows in ()))
+    # In the thread that decodes, and in the one that makes rows of what was decoded.
+    for runs in ((broken() for _ in range(1)), iter([broken])):
+        monkeypatch.setattr(ParquetFormat, "decode_runs", lambda *_, runs=runs: (run for run in runs))
+        with pytest.raises(ReadError, match=r"ZeroDivisionError: a fault \[.*part-00000\.parquet, block 0\]"):
+            next(fetched(plan))
+    monkeypatch.setattr(ParquetFormat, "decode_runs", lambda *_: (rows for rows in ()))
     with pytest.raises(DecodeError, match=r"fewer runs than were indexed \[.*part-00000\.parquet, block 0\]"):
         next(fetched(plan))
 
@@ -374,7 +375,7 @@ def test_a_read_that_hangs_is_given_up_at_the_deadline(tmp_path, monkeypatch):
         release.wait(60)
         yield
 
-    monkeypatch.setattr(ParquetFormat, "read_runs", hanging)
+    monkeypatch.setattr(ParquetFormat, "decode_runs", hanging)
     begun = time.monotonic()
     try:
         with pytest.raises(ReadError, match=r"data was not there after 0\.2 s \[.*part-00000\.parquet, block 0\]"):

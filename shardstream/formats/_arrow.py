@@ -8,7 +8,7 @@ import pyarrow as pa
 
 from shardstream.arrow_memory import nulls as nulls_of
 from shardstream.arrow_memory import numbers
-from shardstream.columns import Column, Dense, Objects, Rows, SliceKind, Slices
+from shardstream.columns import Column, Dense, Objects, Rows, SliceKind, Slices, num_bytes_of
 
 _INTEGERS = (pa.int8(), pa.int16(), pa.int32(), pa.int64(), pa.uint8(), pa.uint16(), pa.uint32(), pa.uint64())
 _NUMBERS = frozenset(kind.id for kind in (*_INTEGERS, pa.float16(), pa.float32(), pa.float64(), pa.bool_()))
@@ -31,7 +31,9 @@ def rows_of(table: pa.Table | pa.RecordBatch) -> Rows:
         ([2, 0, 0], [False, True, False])
     """
     columns = {name: column_of(table.column(place)) for place, name in enumerate(table.schema.names)}
-    return Rows(num_rows=table.num_rows, columns=columns, num_bytes=table.nbytes)
+    # Arrow's own sum lets go of the interpreter's lock, and waits to have it back.
+    has_objects = any(isinstance(column, Objects) for column in columns.values())
+    return Rows(table.num_rows, columns, table.nbytes if has_objects else num_bytes_of(columns))
 
 
 def column_of(array: pa.Array | pa.ChunkedArray) -> Column:

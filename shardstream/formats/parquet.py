@@ -6,7 +6,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -41,6 +42,8 @@ from shardstream.formats._shards import (
 from shardstream.formats._span import RangeSource, SpanFile, joined, pieces
 from shardstream.manifest import ColumnSchema
 from shardstream.ranges import ByteRange
+
+_Table: TypeAlias = "pa.Table | pa.RecordBatch"
 
 
 class ParquetFormat:
@@ -113,43 +116,68 @@ class ParquetFormat:
         return [source.range(start, end) for start, end in ranges]
 
     def read_runs(self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0) -> Iterator[Rows]:
-        """Yields the runs of a row group, cast to the manifest's schema; see ``Format.read_runs``.
+        """Yields the runs of a row group, cast to the manifest's schema; see ``Format.read_runs``."""
+        with closing(self.decode_runs(shard, block, columns, first_run)) as runs:
+            for rows_of_run in runs:
+                yield rows_of_run()
+                del rows_of_run
+
+    def decode_runs(
+        self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0
+    ) -> Generator[Callable[[], Rows], None, None]:
+        """Yields the runs as pyarrow decoded them; what is called makes them rows; see ``formats.decoded_runs``.
 
         A row group of one run is read at once, one of several is streamed page by page. Entering it at a later run
         decodes the earlier ones, because Parquet has no way around that.
         """
-        with naming_damage(shard.url, block), closing(self.read_tables(shard, block, columns, first_run)) as tables:
-            is_long = shard.manifest.is_long(block)  # its stream holds its last run itself: a copy were one more
-            allocate = None if is_long else partial(pa.allocate_buffer, memory_pool=decoding_pool())
-            for table in tables:
-                yield replace(rows_of(table), allocate=allocate)
-                del table
+        is_long = shard.manifest.is_long(block)  # its stream holds its last run itself: a copy were one more
+        allocate = None if is_long else partial(pa.allocate_buffer, memory_pool=decoding_pool())
+
+        def rows_of_run(table: _Table, cast: Callable[[_Table], _Table]) -> Rows:
+            with naming_damage(shard.url, block):
+                return replace(rows_of(cast(table)), allocate=allocate)
+
+        with closing(_decoded(shard, block, columns, first_run)) as runs:
+            for run in runs:
+                yield partial(rows_of_run, *run)
+                del run
 
     def read_tables(
         self, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0
-    ) -> Generator[pa.Table | pa.RecordBatch, None, None]:
+    ) -> Generator[_Table, None, None]:
         """Yields the same as Arrow has it, to be written again: nothing is lost of types that numpy lacks."""
-        if shard.is_local:
-            check_unchanged(shard, lambda: _digest_now(shard))
-        known = remembered(shard, lambda: _known(shard))
-        metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
-        bounds = run_bounds(shard, block)
-        is_streamed = shard.manifest.is_long(block)
-        source = _source(shard, metadata, group, columns, is_streamed=is_streamed)
-        with naming_damage(shard.url, block), opened(source, metadata, is_streamed=is_streamed) as file:
-            names = list(columns) if columns is not None else file.names if schema is None else schema.names
-            _check_columns(shard, block, names, file.names)
-            tables = file.runs(group, names, int(shard.manifest.block_run_rows[block]))
-            for run, (first, end) in enumerate(bounds):
-                table = next(tables, None)
-                if table is None or table.num_rows != end - first:
-                    found = f"{0 if table is None else table.num_rows} rows"
-                    raise DecodeError(
-                        "a run is short", url=shard.url, block=block, expected=f"{end - first} rows", found=found
-                    )
-                if run >= first_run:
-                    yield _cast(table, names, schema, shard.url, block)
+        with closing(_decoded(shard, block, columns, first_run)) as runs:
+            for table, cast in runs:
+                yield cast(table)
                 del table
+
+
+def _decoded(
+    shard: Shard, block: int, columns: Sequence[str] | None, first_run: int
+) -> Generator[tuple[_Table, Callable[[_Table], _Table]], None, None]:
+    """Yields the runs of a row group as the shard has them, and what casts them to what all shards share."""
+    if shard.is_local:
+        check_unchanged(shard, lambda: _digest_now(shard))
+    known = remembered(shard, lambda: _known(shard))
+    metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
+    bounds = run_bounds(shard, block)
+    is_streamed = shard.manifest.is_long(block)
+    source = _source(shard, metadata, group, columns, is_streamed=is_streamed)
+    with naming_damage(shard.url, block), opened(source, metadata, is_streamed=is_streamed) as file:
+        names = list(columns) if columns is not None else file.names if schema is None else schema.names
+        _check_columns(shard, block, names, file.names)
+        cast = partial(_cast, names=names, schema=schema, url=shard.url, block=block)
+        tables = file.runs(group, names, int(shard.manifest.block_run_rows[block]))
+        for run, (first, end) in enumerate(bounds):
+            table = next(tables, None)
+            if table is None or table.num_rows != end - first:
+                found = f"{0 if table is None else table.num_rows} rows"
+                raise DecodeError(
+                    "a run is short", url=shard.url, block=block, expected=f"{end - first} rows", found=found
+                )
+            if run >= first_run:
+                yield table, cast
+            del table
 
 
 def _schema(footer: bytes, metadata: pq.FileMetaData, url: str) -> pa.Schema:
@@ -236,20 +264,20 @@ def _check_columns(shard: Shard, block: int, names: Sequence[str], known: Sequen
             raise DecodeError(f"the shard has no column {name!r}", url=shard.url, block=block, found=found)
 
 
-def _cast(
-    table: pa.Table | pa.RecordBatch, names: Sequence[str], schema: pa.Schema | None, url: str, block: int
-) -> pa.Table | pa.RecordBatch:
+def _cast(table: _Table, names: Sequence[str], schema: pa.Schema | None, url: str, block: int) -> _Table:
     """The named columns, in that order, in the types that all shards share."""
-    table = table.select(list(names))
-    arrays = []
-    for name, array in zip(names, table.columns, strict=True):
+    # A table is made only where it must: of what pyarrow does to make one, some waits for the interpreter's lock.
+    if table.schema.names != list(names):
+        table = table.select(list(names))
+    columns, arrays = table.columns, []
+    for name, array in zip(names, columns, strict=True):
         kind = schema.field(name).type if schema is not None and name in schema.names else plain_type(array.type)
         try:
             arrays.append(array if array.type == kind else without_list_views(array).cast(kind))
         except pa.ArrowException as error:
             what = f"column {name!r} does not fit the manifest's type"
             raise DecodeError(what, url=url, block=block, expected=kind, found=f"{array.type} ({error})") from error
-    return type(table).from_arrays(arrays, names=list(names)) if arrays else table
+    return table if all(map(is_, arrays, columns)) else type(table).from_arrays(arrays, names=list(names))
 
 
 # --------------------------------------------------------------------------------------------------- counts
