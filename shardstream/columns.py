@@ -179,7 +179,7 @@ def gather(
             columns[name] = _gather_numbers(name, sources, places, picks, place_of_part, dtypes[name])
         else:
             columns[name] = _gather_column(name, sources, places, picks, place_of_part)
-    return Rows(len(part_of_row), columns, num_bytes_of(columns))
+    return Rows(len(part_of_row), columns, sum(map(_num_bytes, columns.values())))
 
 
 def slice_rows(rows: Rows, begin: int, end: int) -> Rows:
@@ -430,16 +430,6 @@ def _slice_column(column: Column, begin: int, end: int) -> Column:
         return Slices(column.values[:0], starts, lengths, column.kind, nulls)
     first, last = int(starts[0]), int(starts[-1] + lengths[-1])
     return Slices(column.values[first:last], starts - first, lengths, column.kind, nulls)
-
-
-def num_bytes_of(columns: Mapping[str, Column]) -> int:
-    """Returns how many bytes the values of rows take, without what says where each lies.
-
-    Example:
-        >>> num_bytes_of({"x": Dense(np.zeros(3, np.int16)), "y": Objects(["a", "bc", "d"])})
-        10
-    """
-    return sum(map(_num_bytes, columns.values()))
 
 
 def _num_bytes(column: Column) -> int:

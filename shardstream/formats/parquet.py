@@ -6,7 +6,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +16,7 @@ from shardstream import storage
 from shardstream.columns import Column, Dense, Rows
 from shardstream.errors import DecodeError, ManifestError
 from shardstream.formats import IndexOptions, Shard, ShardIndex
-from shardstream.formats._arrow import column_of, plain_type, rows_of, without_list_views
+from shardstream.formats._arrow import column_of, plain_type, rows_of_arrays, without_list_views
 from shardstream.formats._counted import counted_columns, counts_of
 from shardstream.formats._footer import (
     check_row_counts,
@@ -44,6 +43,7 @@ from shardstream.manifest import ColumnSchema
 from shardstream.ranges import ByteRange
 
 _Table: TypeAlias = "pa.Table | pa.RecordBatch"
+_Cast: TypeAlias = "Callable[[_Table], dict[str, pa.Array | pa.ChunkedArray]]"
 
 
 class ParquetFormat:
@@ -133,9 +133,10 @@ class ParquetFormat:
         is_long = shard.manifest.is_long(block)  # its stream holds its last run itself: a copy were one more
         allocate = None if is_long else partial(pa.allocate_buffer, memory_pool=decoding_pool())
 
-        def rows_of_run(table: _Table, cast: Callable[[_Table], _Table]) -> Rows:
+        def rows_of_run(table: _Table, cast: _Cast) -> Rows:
             with naming_damage(shard.url, block):
-                return replace(rows_of(cast(table)), allocate=allocate)
+                num_bytes = table.get_total_buffer_size()  # nbytes lets go of the interpreter's lock and waits for it
+                return replace(rows_of_arrays(cast(table), table.num_rows, num_bytes), allocate=allocate)
 
         with closing(_decoded(shard, block, columns, first_run)) as runs:
             for run in runs:
@@ -148,36 +149,37 @@ class ParquetFormat:
         """Yields the same as Arrow has it, to be written again: nothing is lost of types that numpy lacks."""
         with closing(_decoded(shard, block, columns, first_run)) as runs:
             for table, cast in runs:
-                yield cast(table)
-                del table
+                arrays = cast(table)
+                yield type(table).from_arrays([*arrays.values()], names=[*arrays]) if arrays else table.select([])
+                del table, arrays
 
 
 def _decoded(
     shard: Shard, block: int, columns: Sequence[str] | None, first_run: int
-) -> Generator[tuple[_Table, Callable[[_Table], _Table]], None, None]:
+) -> Generator[tuple[_Table, _Cast], None, None]:
     """Yields the runs of a row group as the shard has them, and what casts them to what all shards share."""
-    if shard.is_local:
-        check_unchanged(shard, lambda: _digest_now(shard))
-    known = remembered(shard, lambda: _known(shard))
-    metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
-    bounds = run_bounds(shard, block)
-    is_streamed = shard.manifest.is_long(block)
-    source = _source(shard, metadata, group, columns, is_streamed=is_streamed)
-    with naming_damage(shard.url, block), opened(source, metadata, is_streamed=is_streamed) as file:
-        names = list(columns) if columns is not None else file.names if schema is None else schema.names
-        _check_columns(shard, block, names, file.names)
-        cast = partial(_cast, names=names, schema=schema, url=shard.url, block=block)
-        tables = file.runs(group, names, int(shard.manifest.block_run_rows[block]))
-        for run, (first, end) in enumerate(bounds):
-            table = next(tables, None)
-            if table is None or table.num_rows != end - first:
-                found = f"{0 if table is None else table.num_rows} rows"
-                raise DecodeError(
-                    "a run is short", url=shard.url, block=block, expected=f"{end - first} rows", found=found
-                )
-            if run >= first_run:
-                yield table, cast
-            del table
+    with naming_damage(shard.url, block):
+        if shard.is_local:
+            check_unchanged(shard, lambda: _digest_now(shard))
+        known = remembered(shard, lambda: _known(shard))
+        metadata, schema, group = known.metadata, known.schema, known.row_group(shard, block)
+        is_streamed = shard.manifest.is_long(block)
+        source = _source(shard, metadata, group, columns, is_streamed=is_streamed)
+        with opened(source, metadata, is_streamed=is_streamed) as file:
+            names = list(columns) if columns is not None else file.names if schema is None else schema.names
+            _check_columns(shard, block, names, file.names)
+            cast = partial(_cast, names=names, schema=schema, url=shard.url, block=block)
+            tables = file.runs(group, names, int(shard.manifest.block_run_rows[block]))
+            for run, (first, end) in enumerate(run_bounds(shard, block)):
+                table = next(tables, None)
+                if table is None or table.num_rows != end - first:
+                    found = f"{0 if table is None else table.num_rows} rows"
+                    raise DecodeError(
+                        "a run is short", url=shard.url, block=block, expected=f"{end - first} rows", found=found
+                    )
+                if run >= first_run:
+                    yield table, cast
+                del table
 
 
 def _schema(footer: bytes, metadata: pq.FileMetaData, url: str) -> pa.Schema:
@@ -264,20 +266,21 @@ def _check_columns(shard: Shard, block: int, names: Sequence[str], known: Sequen
             raise DecodeError(f"the shard has no column {name!r}", url=shard.url, block=block, found=found)
 
 
-def _cast(table: _Table, names: Sequence[str], schema: pa.Schema | None, url: str, block: int) -> _Table:
+def _cast(
+    table: _Table, names: Sequence[str], schema: pa.Schema | None, url: str, block: int
+) -> dict[str, pa.Array | pa.ChunkedArray]:
     """The named columns, in that order, in the types that all shards share."""
-    # A table is made only where it must: of what pyarrow does to make one, some waits for the interpreter's lock.
-    if table.schema.names != list(names):
-        table = table.select(list(names))
-    columns, arrays = table.columns, []
-    for name, array in zip(names, columns, strict=True):
+    arrays = dict(zip(table.schema.names, table.columns, strict=True))
+    cast = {}
+    for name in names:
+        array = arrays[name]
         kind = schema.field(name).type if schema is not None and name in schema.names else plain_type(array.type)
         try:
-            arrays.append(array if array.type == kind else without_list_views(array).cast(kind))
+            cast[name] = array if array.type == kind else without_list_views(array).cast(kind)
         except pa.ArrowException as error:
             what = f"column {name!r} does not fit the manifest's type"
             raise DecodeError(what, url=url, block=block, expected=kind, found=f"{array.type} ({error})") from error
-    return table if all(map(is_, arrays, columns)) else type(table).from_arrays(arrays, names=list(names))
+    return cast
 
 
 # --------------------------------------------------------------------------------------------------- counts
