@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from weakref import WeakValueDictionary
 
 from torch import Tensor
@@ -28,8 +27,7 @@ from shardstream.torch.ragged import Device, each_tensor, pinned
 Touch: TypeAlias = Callable[[], None]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a batch stands in the epoch.
 
     Attributes:
