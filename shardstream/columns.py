@@ -271,19 +271,17 @@ def _gather_numbers(
     dtype: np.dtype[Any],
 ) -> Slices:
     num_rows, size = sum(map(len, places)), dtype.itemsize
-    found = [_raw_bytes(name, column) for column in columns]
-    for part, (column, pick) in enumerate(zip(found, picks, strict=True)):
-        odd = column.lengths[pick] % size
-        if odd.any():
-            num_bytes = int(column.lengths[pick[np.argmax(odd != 0)]])
-            raise DecodeError(
-                f"the bytes of column {name!r} are no {dtype.name}",
-                expected=f"a multiple of {size} bytes",
-                found=num_bytes,
-                hint="say their type in dtypes=, or leave the column out of it to get bytes",
-                **({} if place_of_part is None else place_of_part(part)),
-            )
-    raw = _gather_lists(found, places, picks, num_rows)
+    raw = _gather_lists([_raw_bytes(name, column) for column in columns], places, picks, num_rows)
+    odd = raw.lengths % size != 0
+    if odd.any():  # looked for once: numpy lets go of the interpreter's lock in each reduction
+        part, place = next((part, place) for part, place in enumerate(places) if odd[place].any())
+        raise DecodeError(
+            f"the bytes of column {name!r} are no {dtype.name}",
+            expected=f"a multiple of {size} bytes",
+            found=int(raw.lengths[place[odd[place]][0]]),
+            hint="say their type in dtypes=, or leave the column out of it to get bytes",
+            **({} if place_of_part is None else place_of_part(part)),
+        )
     return Slices(raw.values.view(dtype), raw.starts // size, raw.lengths // size, "list", raw.nulls)
 
 

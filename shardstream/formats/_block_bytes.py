@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from typing import BinaryIO, cast
 
 import numpy as np
@@ -154,14 +155,18 @@ def _decoded(shard: Shard, block: int, num_bytes: int, digest_now: Callable[[], 
     """All that a block's zstd frames hold, decoded in one go: a stream decodes into a window, and copies from there."""
     with _block_file(shard, block, digest_now) as file:
         data = file.read(int(shard.manifest.block_num_bytes[block]))
-    pool = pa.system_memory_pool()  # the others take longer to get such blocks from the system, and to give them back
-    return np.frombuffer(pa.Codec("zstd").decompress(data, num_bytes, memory_pool=pool), np.uint8)
+    # As bytes, whose memory is had without letting go of the interpreter's lock.
+    return np.frombuffer(pa.Codec("zstd").decompress(data, num_bytes, asbytes=True), np.uint8)
 
 
 @contextmanager
 def _block_file(shard: Shard, block: int, digest_now: Callable[[], str]) -> Iterator[BinaryIO]:
     """The file of a block, where it begins."""
     manifest = shard.manifest
+    if shard.is_local and not manifest.is_long(block):
+        # At once, and not by a file object: for each step, the thread waits for the interpreter's lock.
+        yield BytesIO(storage.read_local(shard.url, *block_span(shard, block)))
+        return
     if shard.is_local:
         file = storage.open_source(shard.url)
     else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -214,6 +214,17 @@ def _sample_spans(
 # --------------------------------------------------------------------------------------------------- reading
 
 
+class _Field(NamedTuple):
+    """Where a field's values lie in the decoded shard: an entry a sample."""
+
+    starts: npt.NDArray[np.int64]
+    """int64[n]; anywhere in the sample where it lacks the field."""
+    lengths: npt.NDArray[np.int64]
+    """int64[n]; 0 there."""
+    nulls: npt.NDArray[np.bool_] | None
+    """bool[n], True there; None if no sample lacks it."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Samples:
     """What reading needs of a shard's member table."""
@@ -228,6 +239,7 @@ class _Samples:
     starts: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
     block_data_offset: npt.NDArray[np.int64]
+    _found: dict[str, _Field] = field(default_factory=dict)
 
     @cached_property
     def large(self) -> frozenset[str]:
@@ -236,6 +248,25 @@ class _Samples:
         num_members = np.bincount(self.field_of_member, minlength=len(self.fields))
         is_large = num_bytes >= _LARGE_NUM_BYTES * num_members
         return frozenset(name for name, code in self.fields.items() if is_large[code])
+
+    def field(self, name: str) -> _Field:
+        """Returns where the values of a field lie, found once: numpy lets go of the interpreter's lock in each step."""
+        found = self._found.get(name)
+        if found is None:
+            found = self._found[name] = self._find(name)
+        return found
+
+    def _find(self, name: str) -> _Field:
+        num_samples = len(self.starts)
+        chosen = np.flatnonzero(self.field_of_member == self.fields.get(name, -1))
+        rows = np.searchsorted(self.first_member, chosen, side="right") - 1
+        starts, lengths = self.starts.copy(), np.zeros(num_samples, np.int64)
+        starts[rows], lengths[rows] = self.offsets[chosen], self.num_bytes[chosen]
+        if len(rows) == num_samples:
+            return _Field(starts, lengths, None)
+        nulls = np.ones(num_samples, np.bool_)
+        nulls[rows] = False
+        return _Field(starts, lengths, nulls)
 
 
 def _samples(shard: Shard) -> _Samples:
@@ -270,8 +301,6 @@ def _rows(
 ) -> Rows:
     """The samples ``first`` to ``end`` of a shard, whose bytes from ``start`` on are ``values``, and of ``source``."""
     names = [KEY_COLUMN, *(column.name for column in shard.manifest.columns)] if columns is None else columns
-    members = slice(int(samples.first_member[first]), int(samples.first_member[end]))
-    sample_of_member = np.repeat(np.arange(end - first), np.diff(samples.first_member[first : end + 1]))
     made: dict[str, Column] = {}
     for name in names:
         if name == KEY_COLUMN:
@@ -279,17 +308,13 @@ def _rows(
             key_lengths = samples.key_ends[first + 1 : end + 1] - key_starts
             made[name] = Slices(samples.key_bytes, key_starts, key_lengths, "text")
             continue
-        chosen = np.flatnonzero(samples.field_of_member[members] == samples.fields.get(name, -1))
-        rows = sample_of_member[chosen]
-        starts, lengths = np.zeros(end - first, np.int64), np.zeros(end - first, np.int64)
-        starts[rows] = samples.offsets[members][chosen] - start
-        lengths[rows] = samples.num_bytes[members][chosen]
-        nulls = None
-        if len(rows) < end - first:
-            nulls = np.ones(end - first, np.bool_)
-            nulls[rows] = False
-            if columns is not None:
-                _raise_missing(shard, samples, first + int(np.argmax(nulls)), name)
+        found = samples.field(name)
+        nulls = None if found.nulls is None else found.nulls[first:end]
+        if nulls is not None and not nulls.any():
+            nulls = None
+        if nulls is not None and columns is not None:
+            _raise_missing(shard, samples, first + int(np.argmax(nulls)), name)
+        starts, lengths = found.starts[first:end] - start, found.lengths[first:end]
         made[name] = Slices(values, starts, lengths, "bytes", nulls, source if name in samples.large else None)
     return Rows(end - first, made, len(values))
 

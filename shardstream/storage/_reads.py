@@ -85,12 +85,8 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
     """
     if end <= start:
         return b""
-    path = local_path(url)
-    if path is not None:
-        with naming(url):
-            data = _read_local(path, start, end - start)
-        return whole(data, url, start, end)
-
+    if local_path(url) is not None:
+        return whole(read_local(url, start, end), url, start, end)
     return whole(read_versioned(url, start, end, storage_options)[0], url, start, end)
 
 
@@ -313,12 +309,18 @@ class _RangeFile(io.RawIOBase):
         super().close()
 
 
-def _read_local(path: str, start: int, num_bytes: int) -> bytes:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return read_at(file, start, num_bytes)
-    finally:
-        os.close(file)
+def read_local(url: str, start: int, end: int) -> bytes:
+    """Returns the bytes ``[start, end)`` of a local file, fewer if it ends before.
+
+    Raises:
+        ReadError: If it is missing or cannot be read.
+    """
+    with naming(url):
+        file = os.open(cast("str", local_path(url)), os.O_RDONLY)
+        try:
+            return read_at(file, start, end - start)
+        finally:
+            os.close(file)
 
 
 def read_at(file: int, start: int, num_bytes: int) -> bytes:
