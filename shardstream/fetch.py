@@ -28,7 +28,7 @@ from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
 from shardstream.formats import Shard, decoded_runs, format_of
 from shardstream.layout import Layout, Planned, RunKey
-from shardstream.memory import fitted, most_batches, most_kept_runs
+from shardstream.memory import fitted, gather_batches, most_kept_runs
 from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
@@ -114,7 +114,7 @@ def fetch(
     gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)
     ahead: deque[_Gather] = deque()
     made: Future[Made] = Future()  # of the first of those, as soon as there is one
-    waiting = runs.asking_ahead(_gathers(plan, layout, iter(batches), reading.gather_rows, num_workers))
+    waiting = runs.asking_ahead(_gathers(layout, iter(batches), gather_batches(plan, layout, reading, num_workers)))
     is_late, is_first = False, True
     try:
         for planned in islice(waiting, reading.look_ahead):
@@ -172,11 +172,8 @@ class _Gather(NamedTuple):
     """Waits for its runs and copies the rows."""
 
 
-def _gathers(
-    plan: AnyPlan, layout: Layout, batches: Iterator[PlannedBatch], most_rows: int, num_workers: int
-) -> Iterator[Planned]:
+def _gathers(layout: Layout, batches: Iterator[PlannedBatch], most: int) -> Iterator[Planned]:
     """Groups micro-batches: first one alone, so that the first batch waits for its own blocks only, then more."""
-    most = most_batches(plan, layout.row_num_bytes, most_rows, num_workers)
     size = 1
     while group := list(islice(batches, size)):
         yield layout.planned(group)

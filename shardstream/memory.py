@@ -18,6 +18,7 @@ import numpy as np
 
 from shardstream.errors import PlanError
 from shardstream.formats import RUN_NUM_BYTES
+from shardstream.layout import Layout, RowsLayout
 from shardstream.manifest import Manifest
 from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan, MixturePlan
@@ -29,6 +30,7 @@ REMOTE_STREAM_NUM_BYTES = 16 << 20  # and the pieces of it that were fetched
 _EXPANSION = 4  # decoded to stored bytes, where nothing better is known
 _STORED_AS_DECODED = ("arrow", "litdata", "mds", "tar")  # formats that are mapped where they are local
 _GATHER_NUM_BYTES = 16 << 20
+_LARGER_UNCOPIED = 4  # times are gathers of bytes that stay in their files: it costs no memory to plan so many at once
 _ROWS_OF_LANE = 64
 _LEAST_AHEAD_NUM_BYTES = 8 << 20
 _GATHERS_COPIED = 3  # the next one, the one being consumed, and what a consumer still holds of the one before
@@ -174,6 +176,28 @@ def fitted(plan: AnyPlan, reading: Reading, num_workers: int = 1) -> Reading:
         found=need,
         hint="give " + "; ".join(hints),
     )
+
+
+def gather_batches(plan: AnyPlan, layout: Layout, reading: Reading, num_workers: int) -> int:
+    """Returns how many micro-batches ``layout`` gathers at once, at the most; see ``most_batches``.
+
+    Args:
+        plan: The plan.
+        layout: What rows are.
+        reading: What is wanted.
+        num_workers: Processes of the rank that read.
+    """
+    row_num_bytes = layout.row_num_bytes
+    if isinstance(layout, RowsLayout) and _stays_in_files(layout, reading):
+        row_num_bytes = -(-row_num_bytes // _LARGER_UNCOPIED)
+    return most_batches(plan, row_num_bytes, reading.gather_rows, num_workers)
+
+
+def _stays_in_files(layout: RowsLayout, reading: Reading) -> bool:
+    """Whether rows are bytes of mapped tars: until a batch is made of them, neither runs nor gathers hold any."""
+    manifest = layout.plan.manifest
+    is_mapped = set(manifest.formats) == {"tar"} and not is_remote(manifest) and not reading.takes_local
+    return is_mapped and not layout.dtypes
 
 
 def most_batches(plan: AnyPlan, row_num_bytes: int, most_rows: int, num_workers: int) -> int:

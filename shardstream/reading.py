@@ -70,6 +70,11 @@ class Reading:
             if value is not None and not value > 0:
                 raise PlanError(f"Reading({name}=) must be positive", found=value)
 
+    @property
+    def takes_local(self) -> bool:
+        """Whether shards with local paths are read through the cache, too."""
+        return self.cache_local and self.cache_dir is not None
+
     def ranges(self, manifests: Iterable[Manifest], stats: ReadStats, num_workers: int = 1) -> Ranges | None:
         """Returns where the ranges of shards come from in this process; None if all are read by their paths.
 
@@ -78,12 +83,11 @@ class Reading:
             stats: Is counted up.
             num_workers: Processes of this rank that read.
         """
-        caches_local = self.cache_local and self.cache_dir is not None
-        if not (caches_local or any(is_remote(manifest) for manifest in manifests)):
+        if not (self.takes_local or any(is_remote(manifest) for manifest in manifests)):
             return None
         cache = None if self.cache_dir is None else RangeCache(self.cache_dir, self.cache_num_bytes)
         num_threads = self.num_range_threads or default_range_threads(num_workers)
-        return Ranges(num_threads, cache, stats, takes_local=caches_local)
+        return Ranges(num_threads, cache, stats, takes_local=self.takes_local)
 
 
 def default_range_threads(num_workers: int = 1) -> int:

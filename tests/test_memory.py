@@ -12,8 +12,16 @@ import pytest
 
 from shardstream.errors import PlanError
 from shardstream.fetch import Reading, fetch
+from shardstream.layout import RowsLayout
 from shardstream.manifest import Manifest
-from shardstream.memory import MemoryNeed, default_memory_num_bytes, fitted, memory_need, most_batches
+from shardstream.memory import (
+    MemoryNeed,
+    default_memory_num_bytes,
+    fitted,
+    gather_batches,
+    memory_need,
+    most_batches,
+)
 from shardstream.mixing import Mixture
 from shardstream.mixture_plan import MixturePlan
 from shardstream.plan import Plan
@@ -226,3 +234,22 @@ def test_needs_are_shown_and_told_in_json():
 def test_gathers_are_bounded_in_rows_and_bytes(row_num_bytes, most_rows, batches):
     plan = Plan.make(SMALL, batch_size=32, lanes=32)
     assert most_batches(plan, row_num_bytes, most_rows, 1) == batches
+
+
+@pytest.mark.parametrize(
+    ("change", "batches"),
+    [
+        ({}, 4 * 12 + 1),
+        ({"dtypes": {"jpg": np.dtype(np.uint8)}}, 12),
+        ({"kind": "tar.zst"}, 12),
+        ({"kind": "mds"}, 12),
+        ({"root": "s3://bucket"}, 12),
+        ({"reading": Reading(cache_dir="/cache", cache_local=True)}, 12),
+        ({"reading": Reading(gather_rows=64)}, 2),
+    ],
+)
+def test_gathers_of_bytes_that_stay_in_their_files_are_larger(change, batches):
+    options = {"kind": "tar", "root": "/data", "dtypes": {}, "reading": Reading(), **change}
+    manifest = manifest_of(1000, 100, 100 * 42_000, kind=options["kind"], root=options["root"])
+    plan = Plan.make(manifest, batch_size=32, lanes=32)
+    assert gather_batches(plan, RowsLayout(plan, ["jpg"], options["dtypes"]), options["reading"], 1) == batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import final
-from weakref import WeakSet, finalize
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +16,20 @@ from shardstream.formats._shards import naming_damage
 _MOST_OPEN = 128  # files of a process, of the 256 to 1,024 that systems allow
 
 
+class _OpenFile:
+    """A file that is open as long as somebody holds this."""
+
+    def __init__(self, path: str) -> None:
+        self.number = os.open(path, os.O_RDONLY)
+        finalize(self, os.close, self.number).atexit = False  # a last batch may be made later
+
+
+_files: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()
+
+
 @final
 class FileRegion:
-    """Bytes of a local file; see ``columns.ByteSource``. The file is open as long as somebody holds them.
+    """Bytes of a local file; see ``columns.ByteSource``. The file is open as long as somebody holds any.
 
     Args:
         values: Its mapping.
@@ -33,9 +44,8 @@ class FileRegion:
 
     def __init__(self, values: npt.NDArray[np.uint8], path: str, start: int, url: str, block: int) -> None:
         self.values, self._start, self._url, self._block = values, start, url, block
-        self._number = os.open(path, os.O_RDONLY)
-        finalize(self, os.close, self._number).atexit = False  # a last batch may be made later
-        _regions.add(self)
+        file = _files.get(path)
+        self._file = _files.setdefault(path, _OpenFile(path)) if file is None else file
 
     def read(self, begin: int, end: int) -> bytes:
         """Returns the bytes from ``begin`` to ``end``.
@@ -45,7 +55,7 @@ class FileRegion:
         """
         num_bytes, at = end - begin, self._start + begin
         try:
-            data = storage.read_at(self._number, at, num_bytes)
+            data = storage.read_at(self._file.number, at, num_bytes)
         except OSError:
             with naming_damage(self._url, self._block):
                 raise
@@ -61,9 +71,6 @@ class FileRegion:
         return data
 
 
-_regions: WeakSet[FileRegion] = WeakSet()
-
-
-def may_open_more() -> bool:
-    """Whether this process holds so few regions that it may open another."""
-    return len(_regions) < _MOST_OPEN
+def may_open(path: str) -> bool:
+    """Whether this process has the file open, or so few that it may open another."""
+    return len(_files) < _MOST_OPEN or path in _files

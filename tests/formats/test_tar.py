@@ -17,6 +17,7 @@ from shardstream.formats import IndexOptions, Shard, _file_region
 from shardstream.formats.tar import NO_WAY_IN, TarFormat
 from tests.formats.conformance import FormatTests, Row, indexed, python_rows, read_all
 from tests.formats.tars import index_of, payload, row, rows_in, tar_bytes, three_samples
+from tests.support.corpora import manifest_of_files
 
 
 def sample_members(num_samples: int, first: int = 0) -> tuple[list[tuple[str, bytes]], list[Row]]:
@@ -335,16 +336,19 @@ def test_bytes_of_large_fields_are_read_from_the_file(tmp_path: Path) -> None:
         list(columns["jpg"].values)
 
 
-def test_files_of_large_fields_are_closed_with_their_runs_and_not_too_many_are_open(tmp_path, monkeypatch):
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_bytes([("1.jpg", payload("1.jpg", 20_000))]))
-    shard = Shard(indexed(path), 0)
-    monkeypatch.setattr(_file_region, "_MOST_OPEN", len(_file_region._regions) + 2)
-    runs = [next(TarFormat().read_runs(shard, 0, ["jpg"])) for _ in range(3)]
-    assert [len(python_rows([run])[0]["jpg"]) for run in runs] == [20_000] * 3
-    numbers = [source._number for run in runs if (source := run.columns["jpg"].source) is not None]
-    assert len(numbers) == 2
-    del runs
-    for number in numbers:
+def test_files_of_large_fields_are_open_once_closed_with_their_runs_and_not_too_many(tmp_path, monkeypatch):
+    urls = [tmp_path / f"{name}.tar" for name in "abc"]
+    for path in urls:
+        path.write_bytes(tar_bytes([("1.jpg", payload("1.jpg", 20_000))]))
+    manifest = manifest_of_files(urls)
+    monkeypatch.setattr(_file_region, "_MOST_OPEN", len(_file_region._files) + 2)
+    runs = [next(TarFormat().read_runs(Shard(manifest, k), k, ["jpg"])) for k in (0, 1, 2, 1)]
+    assert [len(python_rows([run])[0]["jpg"]) for run in runs] == [20_000] * 4
+    sources = [run.columns["jpg"].source for run in runs]
+    assert [source is None for source in sources] == [False, False, True, False]
+    numbers = [source._file.number for source in sources if source is not None]
+    assert numbers[1] == numbers[2] != numbers[0]
+    del runs, sources
+    for number in numbers[:2]:
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(number)
