@@ -37,7 +37,7 @@ NO_WAY_IN = (
     "of a few MiB it could be entered anywhere (`shardstream reshard` writes it so)"
 )
 _LARGE_NUM_BYTES = 1 << 14  # from here on, reading a value costs less than mapping its pages
-_LISTS = ("sample_keys", "sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")
+_LISTS = ("sample_num_members", "member_field", "member_offset", "member_num_bytes", "block_data_offset")
 
 
 class TarFormat:
@@ -225,12 +225,23 @@ class _Field(NamedTuple):
     """bool[n], True there; None if no sample lacks it."""
 
 
+class _Keys(NamedTuple):
+    """The keys of a shard's samples, one behind the other."""
+
+    values: npt.NDArray[np.uint8]
+    ends: npt.NDArray[np.int64]
+    """int64[n + 1], the first one 0."""
+
+    def slices(self, first: int, end: int) -> Slices:
+        """Returns some of them as a column."""
+        starts = self.ends[first:end]
+        return Slices(self.values, starts, self.ends[first + 1 : end + 1] - starts, "text")
+
+
 @dataclass(frozen=True, eq=False)
 class _Samples:
-    """What reading needs of a shard's member table."""
+    """What reading needs of a shard's member table. It is made for whole shards: a block takes slices of it."""
 
-    key_bytes: npt.NDArray[np.uint8]
-    key_ends: npt.NDArray[np.int64]
     first_member: npt.NDArray[np.int64]
     field_of_member: npt.NDArray[np.int32]
     fields: dict[str, int]
@@ -240,6 +251,7 @@ class _Samples:
     ends: npt.NDArray[np.int64]
     block_data_offset: npt.NDArray[np.int64]
     _found: dict[str, _Field] = field(default_factory=dict)
+    _keys: list[_Keys] = field(default_factory=list)
 
     @cached_property
     def large(self) -> frozenset[str]:
@@ -249,8 +261,16 @@ class _Samples:
         is_large = num_bytes >= _LARGE_NUM_BYTES * num_members
         return frozenset(name for name, code in self.fields.items() if is_large[code])
 
+    def keys(self, shard: Shard) -> _Keys:
+        """Returns the keys, read when they are asked for; of the shard that this is of."""
+        if not self._keys:
+            keys = shard.read_lists("sample_keys")["sample_keys"]
+            ends = np.cumsum([0, *map(len, keys)], dtype=np.int64)
+            self._keys.append(_Keys(np.frombuffer(b"".join(keys), np.uint8), ends))
+        return self._keys[0]
+
     def field(self, name: str) -> _Field:
-        """Returns where the values of a field lie, found once: numpy lets go of the interpreter's lock in each step."""
+        """Returns where the values of a field lie, found once: in each step numpy lets go of the interpreter's lock."""
         found = self._found.get(name)
         if found is None:
             found = self._found[name] = self._find(name)
@@ -271,15 +291,13 @@ class _Samples:
 
 def _samples(shard: Shard) -> _Samples:
     lists = shard.read_lists(*_LISTS)
-    names = list(dict.fromkeys(lists["member_field"]))
-    fields = {name: code for code, name in enumerate(names)}
-    num_members, offsets, num_bytes = (np.asarray(lists[name]) for name in _LISTS[1:2] + _LISTS[3:5])
+    names = lists["member_field"]
+    fields = {name: code for code, name in enumerate(dict.fromkeys(names))}
+    num_members, offsets, num_bytes = (np.asarray(lists[name]) for name in (_LISTS[0], *_LISTS[2:4]))
     starts, ends = _sample_spans(num_members, offsets, num_bytes)
     return _Samples(
-        key_bytes=np.frombuffer(b"".join(lists["sample_keys"]), np.uint8),
-        key_ends=np.cumsum([0, *map(len, lists["sample_keys"])], dtype=np.int64),
         first_member=np.concatenate([[0], np.cumsum(num_members, dtype=np.int64)]),
-        field_of_member=np.array([fields[name] for name in lists["member_field"]], np.int32),
+        field_of_member=np.fromiter(map(fields.__getitem__, names), np.int32, len(names)),
         fields=fields,
         offsets=offsets,
         num_bytes=num_bytes,
@@ -304,9 +322,7 @@ def _rows(
     made: dict[str, Column] = {}
     for name in names:
         if name == KEY_COLUMN:
-            key_starts = samples.key_ends[first:end]
-            key_lengths = samples.key_ends[first + 1 : end + 1] - key_starts
-            made[name] = Slices(samples.key_bytes, key_starts, key_lengths, "text")
+            made[name] = samples.keys(shard).slices(first, end)
             continue
         found = samples.field(name)
         nulls = None if found.nulls is None else found.nulls[first:end]
@@ -320,8 +336,7 @@ def _rows(
 
 
 def _raise_missing(shard: Shard, samples: _Samples, row: int, name: str) -> None:
-    key_bytes = samples.key_bytes[samples.key_ends[row] : samples.key_ends[row + 1]].tobytes()
-    key = key_bytes.decode("utf-8", "backslashreplace")
+    key = shard.read_lists("sample_keys")["sample_keys"][row].decode("utf-8", "backslashreplace")
     codes = samples.field_of_member[samples.first_member[row] : samples.first_member[row + 1]]
     names = list(samples.fields)
     raise DecodeError(
