@@ -213,7 +213,7 @@ def _too_late(layout: Layout, planned: Planned, timeout_s: float) -> ReadError:
 # ---------------------------------------------------------------------------------------------------------- runs
 
 
-_Stream: TypeAlias = Generator[Callable[[], Rows], None, None]
+_Stream: TypeAlias = Generator[Rows | Callable[[], Rows], None, None]
 _Opened: TypeAlias = "Future[tuple[Future[Any], _Stream]]"  # a run as prepared, and the stream that reads the next one
 
 
@@ -352,17 +352,21 @@ class _OpenRuns:
         return self._first_run(key)  # what is at fault must not depend on who read the run before
 
     def _advanced(self, stream: _Stream, key: RunKey) -> tuple[Future[Any], _Stream]:
-        """Decodes a run; what is done with it then is another thread's: this one goes on decoding."""
+        """Decodes a run; what is to be done with it then is another thread's: this one goes on decoding."""
         manifest, _ = self.layout.source(key)
         try:
             with self._naming(key):
-                rows_of_run = next(stream, None)
-                if rows_of_run is None:
+                run = next(stream, None)
+                if run is None:
                     what, url = "the block has fewer runs than were indexed", manifest.url_of_block(key.block)
                     raise DecodeError(what, url=url, block=key.block, found=key.run)
                 if (key.run + 1) * int(manifest.block_run_rows[key.block]) >= int(manifest.block_rows[key.block]):
                     stream.close()  # the block's last run: its file need not stay open as long as its rows
-                return self._preparing.submit(self._prepared, key, rows_of_run), stream
+                if not isinstance(run, Rows):
+                    return self._preparing.submit(self._prepared, key, run), stream
+                prepared: Future[Any] = Future()
+                prepared.set_result(self.layout.prepared(key, run))
+                return prepared, stream
         except ShardStreamError:
             stream.close()
             raise

@@ -7,9 +7,7 @@ A format is stateless; what it must remember of a shard (keys, member offsets, a
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -186,29 +184,18 @@ class Format(Protocol):
 
 def decoded_runs(
     format_: Format, shard: Shard, block: int, columns: Sequence[str] | None, first_run: int = 0
-) -> Generator[Callable[[], Rows], None, None]:
-    """Yields the runs of a block as they were decoded: what makes them rows, when it is called, in any thread.
+) -> Generator[Rows | Callable[[], Rows], None, None]:
+    """Yields the runs of a block: rows, or what makes rows of what was decoded when it is called, in any thread.
 
-    For who has one thread to decode and another one for the rest. A format may have a method ``decode_runs`` with the
-    arguments of ``read_runs`` for it; of one without, they are rows already.
+    For who has one thread to decode and another one for the rest. The latter comes from formats where that is worth
+    it: they have a method ``decode_runs`` with the arguments of ``read_runs``, beside it.
 
     Raises:
         DecodeError: As ``Format.read_runs``; what is yielded, too.
         ReadError: As ``Format.read_runs``.
         ShardChangedError: As ``Format.read_runs``.
     """
-    decode_runs = getattr(format_, "decode_runs", None)
-    if decode_runs is not None:
-        yield from decode_runs(shard, block, columns, first_run)
-        return
-    with closing(format_.read_runs(shard, block, columns, first_run)) as runs:
-        for rows in runs:
-            yield partial(_itself, rows)
-            del rows
-
-
-def _itself(rows: Rows) -> Rows:
-    return rows
+    yield from getattr(format_, "decode_runs", format_.read_runs)(shard, block, columns, first_run)
 
 
 def is_shard_name(url: str) -> bool:
