@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.columns import Rows, gather
+from shardstream.columns import Rows
 from shardstream.errors import DecodeError, ShardStreamError
+from shardstream.gathering import gather
 from shardstream.layout import Layout, Planned, RunKey
 from shardstream.permutation import Int64Array
 

@@ -23,10 +23,11 @@ import numpy as np
 
 from shardstream.ahead import BlocksAhead
 from shardstream.block_check import BlockCheck
-from shardstream.columns import Rows, slice_rows
+from shardstream.columns import Rows
 from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
 from shardstream.formats import Shard, decoded_runs, format_of
+from shardstream.gathering import slice_rows
 from shardstream.layout import Layout, Planned, RunKey
 from shardstream.memory import fitted, gather_batches, most_kept_runs
 from shardstream.mixture_layout import layout_of, manifests_of

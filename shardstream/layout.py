@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from shardstream.columns import Rows, gather, tight
+from shardstream.columns import Rows, tight
 from shardstream.errors import DecodeError
+from shardstream.gathering import gather
 from shardstream.grouping import stable_order
 from shardstream.manifest import Manifest
 from shardstream.order import EpochOrder

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.columns import Dense, Rows, gather
+from shardstream.columns import Dense, Rows
 from shardstream.errors import DecodeError, PlanError
+from shardstream.gathering import gather
 from shardstream.layout import Layout, Planned, RowsLayout, RunKey
 from shardstream.manifest import Manifest
 from shardstream.mixing import Mixture

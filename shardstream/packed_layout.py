@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.columns import Dense, Rows, Slices, join_slices
+from shardstream.columns import Dense, Rows, Slices
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError, PlanError
+from shardstream.gathering import join_slices
 from shardstream.grouping import stable_order
 from shardstream.layout import Planned, RunKey, by_first_use
 from shardstream.manifest import Manifest

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.columns import Column, Dense, Objects, Rows, Slices, join_slices
+from shardstream.columns import Column, Dense, Objects, Rows, Slices
 from shardstream.deal import BoolArray
 from shardstream.errors import DecodeError
 from shardstream.fitting import Parts, best_fit, cut_documents
+from shardstream.gathering import join_slices
 from shardstream.packing import Packing
 from shardstream.permutation import Int64Array
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import zstandard
 
-from shardstream.columns import Scattered, gather
+from shardstream.columns import Scattered
 from shardstream.errors import DecodeError, ManifestError, ReadError
 from shardstream.formats import IndexOptions, Shard, _file_region
 from shardstream.formats.tar import NO_WAY_IN, TarFormat
+from shardstream.gathering import gather
 from tests.formats.conformance import FormatTests, Row, indexed, python_rows, read_all
 from tests.formats.tars import index_of, payload, row, rows_in, tar_bytes, three_samples
 from tests.support.corpora import manifest_of_files
