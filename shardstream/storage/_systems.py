@@ -30,7 +30,7 @@ _TRANSIENT_WORDS = ("Connection", "Timeout", "Payload", "Disconnected", "Incompl
 _RETRIED_STATUSES = frozenset({408, 425, 429})
 
 _CREDENTIALS_STATUSES = frozenset({401, 403})
-_S3_CONFIG = {
+S3_CONFIG = {
     "max_pool_connections": 64,  # botocore's 10 would be the limit of all reads
     "connect_timeout": _CONNECT_TIMEOUT_S,
     "read_timeout": _STALL_TIMEOUT_S,
@@ -93,7 +93,7 @@ def _missing_package(url: str) -> str | None:
 def _with_defaults(protocol: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options with limits of our own for what they do not say."""
     if protocol in ("s3", "s3a"):
-        return {**options, "config_kwargs": {**_S3_CONFIG, **(options.get("config_kwargs") or {})}}
+        return {**options, "config_kwargs": {**S3_CONFIG, **(options.get("config_kwargs") or {})}}
     if protocol in ("http", "https"):
         from aiohttp import ClientTimeout
 

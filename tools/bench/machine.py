@@ -7,7 +7,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("shardstream", "torch", "numpy", "pyarrow", "zstandard", "fsspec", "s3fs")
+_PACKAGES = ("shardstream", "torch", "numpy", "pyarrow", "zstandard", "fsspec", "s3fs", "obstore")
 _PEERS = ("webdataset", "litdata", "datasets", "torchdata", "mosaicml-streaming", "grain", "megatron-energon")
 
 
