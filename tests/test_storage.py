@@ -334,6 +334,17 @@ def test_threads_share_a_file_system(server):
     assert len(set(found)) == 1
 
 
+@pytest.mark.parametrize("config", [{}, {"config_kwargs": {"retries": {"total_max_attempts": 2}}}])
+def test_one_s3_client_serves_all_that_is_read(config):
+    """botocore writes into the options that it is given, and so into ours and the user's."""
+    pytest.importorskip("s3fs")
+    options = {"key": "k", "secret": "s", "endpoint_url": "http://127.0.0.1:9", **config}
+    first, _ = storage.file_system("s3://bucket/a", options)
+    first.connect()
+    assert storage.file_system("s3://bucket/b", options)[0] is first
+    assert config in ({}, {"config_kwargs": {"retries": {"total_max_attempts": 2}}})
+
+
 def _read_in_child(url, queue):
     queue.put(storage.read_range(url, 10, 20))
 

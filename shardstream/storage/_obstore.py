@@ -30,7 +30,7 @@ _MOST_FAILURES = 4  # in a row: then it pauses
 _CLIENT_KWARGS = frozenset(
     {"region_name", "endpoint_url", "use_ssl", "aws_access_key_id", "aws_secret_access_key", "aws_session_token"}
 )
-_CONFIG_KWARGS = frozenset({"connect_timeout", "read_timeout", "s3", "signature_version", "region_name"})
+_CONFIG_KWARGS = frozenset({"connect_timeout", "read_timeout", "retries", "s3", "signature_version", "region_name"})
 _HEADERS = frozenset(
     {"authorization", "user-agent", "x-amz-date", "x-amz-security-token", "x-amz-content-sha256"}
     | {"x-amz-checksum-mode", "amz-sdk-invocation-id", "amz-sdk-request"}

@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -69,10 +70,10 @@ def file_system(url: str, storage_options: Options | None = None) -> tuple[fsspe
             return cast("tuple[fsspec.AbstractFileSystem, str]", url_to_fs(url, **options))
         protocol = split_protocol(url)[0] or "file"
         kind = fsspec.get_filesystem_class(protocol)
-        options = _with_defaults(protocol, {**kind._get_kwargs_from_urls(url), **options})  # noqa: SLF001 - how fsspec itself finds host and user
+        options = {**kind._get_kwargs_from_urls(url), **options}  # noqa: SLF001 - how fsspec itself finds host and user
         key = (os.getpid(), protocol, repr(sorted(options.items())))
         if key not in _file_systems:
-            made = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+            made = fsspec.filesystem(protocol, skip_instance_cache=True, **_with_defaults(protocol, options))
             if protocol in ("s3", "s3a"):
                 made.retries = 1  # s3fs's own, inside ours
             _file_systems.setdefault(key, made)
@@ -93,7 +94,8 @@ def _missing_package(url: str) -> str | None:
 def _with_defaults(protocol: str, options: dict[str, Any]) -> dict[str, Any]:
     """The options with limits of our own for what they do not say."""
     if protocol in ("s3", "s3a"):
-        return {**options, "config_kwargs": {**S3_CONFIG, **(options.get("config_kwargs") or {})}}
+        config = {**S3_CONFIG, **(options.get("config_kwargs") or {})}
+        return {**options, "config_kwargs": deepcopy(config)}  # botocore writes into it
     if protocol in ("http", "https"):
         from aiohttp import ClientTimeout
 
