@@ -93,7 +93,7 @@ class RangeCache:
             os.utime(path)
         return data
 
-    def put(self, key: str, data: bytes) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Keeps a range. Whatever fails, fails silently but for one warning."""
         if time.monotonic() < self._paused_until or len(data) > self._num_bytes:
             return
@@ -175,7 +175,7 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def _header(data: bytes) -> bytes:
+def _header(data: bytes | memoryview) -> bytes:
     checksum = hashlib.blake2b(data, digest_size=_CHECKSUM_NUM_BYTES).digest()
     return _MARK + len(data).to_bytes(8, "little") + checksum
 
@@ -189,7 +189,7 @@ def _read_all(number: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _write(path: Path, *parts: bytes) -> None:
+def _write(path: Path, *parts: bytes | memoryview) -> None:
     number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         for part in parts:

@@ -67,7 +67,7 @@ def checksums_of(file: BinaryIO, spans: Sequence[tuple[int, int]], num_bytes: in
     return Checksums([hasher.digest() for hasher in blocks], rest.digest())
 
 
-def checksum(*parts: bytes) -> bytes:
+def checksum(*parts: bytes | memoryview) -> bytes:
     """Returns the checksum of a block in parts, end to end: 16 bytes."""
     hasher = new_hasher()
     for part in parts:

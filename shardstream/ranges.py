@@ -15,6 +15,7 @@ from typing import Any
 from shardstream import storage
 from shardstream.cache import RangeCache
 from shardstream.read_stats import ReadStats
+from shardstream.storage import Data
 
 RANGE_THREAD_NAME = "shardstream-read-range"
 
@@ -43,7 +44,7 @@ class ByteRange:
 
 @dataclass
 class _Asked:
-    future: Future[bytes]
+    future: Future[Data]
     num_askers: int = 1
 
 
@@ -92,7 +93,7 @@ class Ranges:
             else:
                 self._asked[range_] = _Asked(self._threads.submit(self._fetch, range_))
 
-    def read(self, range_: ByteRange) -> bytes:
+    def read(self, range_: ByteRange) -> Data:
         """Returns a range, waiting for it; one that was not asked for is fetched by the calling thread.
 
         Raises:
@@ -110,7 +111,7 @@ class Ranges:
         finally:
             self.forget(range_)
 
-    def read_again(self, range_: ByteRange) -> bytes:
+    def read_again(self, range_: ByteRange) -> Data:
         """Fetches a range from storage whatever the cache has; who asked for it ahead gets these bytes, too.
 
         Raises:
@@ -148,7 +149,7 @@ class Ranges:
             self._threads.shutdown(wait=wait, cancel_futures=True)
         self._asked.clear()
 
-    def _fetch(self, range_: ByteRange) -> bytes:
+    def _fetch(self, range_: ByteRange) -> Data:
         cached = self._cache.get(_key(range_)) if self._cache is not None else None
         if cached is not None and len(cached) == range_.end - range_.start:
             with self._lock:
@@ -156,7 +157,7 @@ class Ranges:
             return cached
         return self._from_storage(range_)
 
-    def _from_storage(self, range_: ByteRange) -> bytes:
+    def _from_storage(self, range_: ByteRange) -> Data:
         data, tag = storage.read_versioned(
             range_.url, range_.start, range_.end, range_.storage_options, given_up=self._given_up
         )

@@ -141,7 +141,7 @@ class ShardRanges:
         """Returns a range of the shard."""
         return ByteRange(self._url, self._version, start, end, self._check, self._options)
 
-    def read(self, start: int, end: int) -> bytes:
+    def read(self, start: int, end: int) -> storage.Data:
         """Reads a range; see ``Ranges.read``."""
         return self._ranges.read(self.range(start, end))
 

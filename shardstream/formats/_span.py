@@ -19,7 +19,7 @@ Span = tuple[int, int]
 class RangeSource(Protocol):
     """Where ranges of an object come from; see ``Ranges``."""
 
-    def read(self, start: int, end: int) -> bytes: ...
+    def read(self, start: int, end: int) -> bytes | memoryview: ...
 
     def ahead(self, start: int, end: int) -> None: ...
 
@@ -100,7 +100,7 @@ class SpanFile(io.RawIOBase):
         self._starts = [start for start, _ in self._pieces]
         self._follows = {k + 1 for k, (one, other) in enumerate(pairwise(self._pieces)) if one[1] == other[0]}
         self._most_held = num_streams + 1 if is_streamed else len(self._pieces)
-        self._held: dict[int, bytes] = {}
+        self._held: dict[int, bytes | memoryview] = {}
         self._asked: set[int] = set()
         self._position = self._starts[0] if self._starts else 0
         if not is_streamed:

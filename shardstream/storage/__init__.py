@@ -20,10 +20,11 @@ from shardstream.storage._reads import (
     tells_versions,
     whole,
 )
-from shardstream.storage._systems import file_system
+from shardstream.storage._systems import Data, file_system
 from shardstream.storage._writes import write_atomic
 
 __all__ = [
+    "Data",
     "FileInfo",
     "absolute",
     "common_root",

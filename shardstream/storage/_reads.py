@@ -20,6 +20,7 @@ from shardstream.storage import _obstore
 from shardstream.storage._locations import local_path
 from shardstream.storage._systems import (
     OF_ONE_REQUEST,
+    Data,
     Options,
     RangeIgnoredError,
     ShortBodyError,
@@ -88,13 +89,13 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
     if end <= start:
         return b""
     if local_path(url) is not None:
-        return whole(read_local(url, start, end), url, start, end)
-    return whole(read_versioned(url, start, end, storage_options)[0], url, start, end)
+        return bytes(whole(read_local(url, start, end), url, start, end))
+    return bytes(whole(read_versioned(url, start, end, storage_options)[0], url, start, end))
 
 
 def read_versioned(
     url: str, start: int, end: int, storage_options: Options | None = None, *, given_up: Event | None = None
-) -> tuple[bytes, str | None]:
+) -> tuple[Data, str | None]:
     """Reads a range as ``read_range`` does, and what the same answer tells of the file's version.
 
     Args:
@@ -113,7 +114,7 @@ def read_versioned(
     """
     is_first = True
 
-    def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> tuple[bytes, str | None]:
+    def get(fs: fsspec.AbstractFileSystem, inner: str, limits: dict[str, Any]) -> tuple[Data, str | None]:
         nonlocal is_first
         kinds = {kind.__name__ for kind in type(fs).__mro__}  # by name: their packages need not be installed
         if is_first and "S3FileSystem" in kinds:
@@ -358,7 +359,7 @@ def read_at(file: int, start: int, num_bytes: int) -> bytes:
     return data
 
 
-def whole(data: bytes, url: str, start: int, end: int) -> bytes:
+def whole(data: Data, url: str, start: int, end: int) -> Data:
     """Returns the bytes of a range if they are as many as they should be.
 
     Raises:

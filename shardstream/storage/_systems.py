@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from threading import Event
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 from shardstream.errors import ReadError, ShardStreamError, shown_url
 from shardstream.storage._locations import is_chain
@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # fsspec takes 80 ms to import, which local files need not wa
 
 T = TypeVar("T")
 Options = Mapping[str, Any]
+Data: TypeAlias = bytes | memoryview
 
 RETRY_TIMEOUT_S = 60.0  # how long transient failures are retried, unless storage_options["retry_timeout_s"] says else
 OF_ONE_REQUEST = 0.5  # of that, for one attempt: a request whose bytes drip is dropped and made again
