@@ -71,7 +71,9 @@ def in_thread(act, *args, **named):
 
 
 def versioned(server, start=100, end=5000, url=URL, **more):
-    return in_thread(storage.read_versioned, url, start, end, options_of(server, **more))
+    options = options_of(server, **more)
+    storage.file_system(url, options)[0].connect()  # which takes a second where others work, and is not what is timed
+    return in_thread(storage.read_versioned, url, start, end, options)
 
 
 def askers(server):
@@ -108,13 +110,12 @@ class Once(Faults):
 @pytest.mark.parametrize("kind", [*PASSING, "silent", "drip"])
 def test_a_fault_that_passes_costs_another_request(server, client, kind):
     server.faults = Once(kind)
-    assert versioned(server, retry_timeout_s=2.5)[0] == DATA[100:5000]
+    assert versioned(server, retry_timeout_s=3)[0] == DATA[100:5000]
     assert (server.counts[kind], server.counts["good"]) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", ["429", "500", "503", "whole", "short", "reset-mid-body", "stall", "retry-after"])
 def test_a_store_that_never_recovers_is_given_up_within_the_deadline(server, client, kind):
-    storage.file_system(URL, options_of(server))[0].connect()  # which takes a second where others work
     server.faults = Faults(1.0, (kind,))
     begun = time.monotonic()
     with pytest.raises(ReadError, match=r"a\.bin") as caught:
