@@ -159,7 +159,10 @@ def test_an_epoch_in_which_a_fifth_of_the_requests_fails_is_exact(server, tmp_pa
     assert sum(server.counts[kind] for kind in PASSING) >= 10 or kind == "tar"
 
 
-def test_an_epoch_from_s3_in_which_a_fifth_of_the_requests_fails_is_exact(tmp_path):
+@pytest.mark.parametrize("has_obstore", [True, False])
+def test_an_epoch_from_s3_in_which_a_fifth_of_the_requests_fails_is_exact(tmp_path, monkeypatch, has_obstore):
+    if not has_obstore:
+        monkeypatch.setattr("shardstream.storage._obstore.is_installed", lambda: False)
     local = parquet_manifest(tmp_path / "shards", [70] * 4)
     with s3_server(tmp_path / "shards") as (server, _):
         options = s3_options(server.url, retry_timeout_s=30, config_kwargs={"read_timeout": 0.3})

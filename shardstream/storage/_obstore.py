@@ -1,4 +1,4 @@
-"""Ranges of S3 objects through obstore, where it is installed: half of s3fs's processor time, mostly without Python's lock.
+"""Ranges of S3 objects through obstore, where it is installed: half of s3fs's processor time, mostly without its lock.
 
 s3fs stays the one that knows: where a bucket is and how requests are signed is read off a request that it makes (and
 does not send), and whatever fails here it asks for again, to say why. So this may give up at any doubt (docs/adr/0008).
