@@ -8,7 +8,6 @@ micro-batches. A run is held from the first gather that needs it to the last one
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from shardstream.mixture_layout import layout_of, manifests_of
 from shardstream.mixture_plan import AnyPlan
 from shardstream.permutation import Int64Array
 from shardstream.plan import PlannedBatch
+from shardstream.processes import num_cores
 from shardstream.read_stats import OpenedBlock, ReadStats
 from shardstream.reading import Reading
 
@@ -109,7 +109,7 @@ def fetch(
     layout = layout if layout is not None else layout_of(plan, None)
     reading = fitted(plan, reading or Reading(), num_workers)
     stats = stats if stats is not None else ReadStats()
-    num_threads = reading.num_threads or min(4, os.cpu_count() or 1)
+    num_threads = reading.num_threads or min(4, num_cores())
     runs = _OpenRuns(plan, layout, reading, num_threads, stats, num_workers, finds_faults=finds_faults)
     # Copies have a thread of their own: decoding need not wait for them.
     gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)
@@ -214,7 +214,8 @@ def _too_late(layout: Layout, planned: Planned, timeout_s: float) -> ReadError:
 # ---------------------------------------------------------------------------------------------------------- runs
 
 
-_Stream: TypeAlias = Generator[Rows | Callable[[], Rows], None, None]
+_Run: TypeAlias = Rows | Callable[[], Rows]
+_Stream: TypeAlias = Generator[_Run, None, None]
 _Opened: TypeAlias = "Future[tuple[Future[Any], _Stream]]"  # a run as prepared, and the stream that reads the next one
 
 
@@ -240,7 +241,9 @@ class _OpenRuns:
         finds_faults: bool,
     ) -> None:
         self.layout, self._options, self.finds_faults = layout, reading.storage_options, finds_faults
-        # What is done with decoded rows has threads of its own: those that decode go on at once.
+        # What is done with decoded rows has threads of its own: those that decode go on at once. But to wake one costs
+        # as much as it spares where all cores are busy.
+        self._has_core_left = num_threads * num_workers < num_cores()
         self._decoding, self._preparing = (
             ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME) for _ in range(2)
         )
@@ -353,7 +356,7 @@ class _OpenRuns:
         return self._first_run(key)  # what is at fault must not depend on who read the run before
 
     def _advanced(self, stream: _Stream, key: RunKey) -> tuple[Future[Any], _Stream]:
-        """Decodes a run; what is to be done with it then is another thread's: this one goes on decoding."""
+        """Decodes a run; what is to be done with it then may be another thread's: this one goes on decoding."""
         manifest, _ = self.layout.source(key)
         try:
             with self._naming(key):
@@ -363,18 +366,21 @@ class _OpenRuns:
                     raise DecodeError(what, url=url, block=key.block, found=key.run)
                 if (key.run + 1) * int(manifest.block_run_rows[key.block]) >= int(manifest.block_rows[key.block]):
                     stream.close()  # the block's last run: its file need not stay open as long as its rows
-                if not isinstance(run, Rows):
-                    return self._preparing.submit(self._prepared, key, run), stream
-                prepared: Future[Any] = Future()
-                prepared.set_result(self.layout.prepared(key, run))
-                return prepared, stream
+                return self._preparation(key, run), stream
         except ShardStreamError:
             stream.close()
             raise
 
-    def _prepared(self, key: RunKey, rows_of_run: Callable[[], Rows]) -> Any:
+    def _preparation(self, key: RunKey, run: _Run) -> Future[Any]:
+        if callable(run) and self._has_core_left:
+            return self._preparing.submit(self._prepared, key, run)
+        prepared: Future[Any] = Future()
+        prepared.set_result(self._prepared(key, run))
+        return prepared
+
+    def _prepared(self, key: RunKey, run: _Run) -> Any:
         with self._naming(key):
-            return self.layout.prepared(key, rows_of_run())
+            return self.layout.prepared(key, run() if callable(run) else run)
 
     @contextmanager
     def _naming(self, key: RunKey) -> Iterator[None]:

@@ -23,7 +23,7 @@ BELOW = {
     "prepare": "index formats manifest_file permutation processes",
     "verify": "index permutation checksums",
     "index": "executors formats manifest_file checksums",
-    "fetch": "block_check faults ahead memory reading mixture_layout formats manifest_file",
+    "fetch": "block_check faults ahead memory reading mixture_layout formats manifest_file processes",
     "faults": "layout gathering",
     "ahead": "layout formats",
     "block_check": "formats checksums",
