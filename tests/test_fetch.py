@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -27,6 +28,14 @@ from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manif
 
 def readers():
     return [thread for thread in threading.enumerate() if thread.name.startswith("shardstream-read")]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_readers_of_other_tests():
+    """Loops that were left in a test of another file: what holds their datasets may not have been collected yet."""
+    gc.collect()
+    for thread in readers():
+        thread.join(30)
 
 
 def open_files(folder):
