@@ -111,25 +111,23 @@ def fetch(
     stats = stats if stats is not None else ReadStats()
     num_threads = reading.num_threads or min(4, num_cores())
     runs = _OpenRuns(plan, layout, reading, num_threads, stats, num_workers, finds_faults=finds_faults)
-    # Copies have a thread of their own: decoding need not wait for them.
-    gathering = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME)
+    copying = _Copying(is_ahead=runs.has_core_left)
     ahead: deque[_Gather] = deque()
-    made: Future[Made] = Future()  # of the first of those, as soon as there is one
     waiting = runs.asking_ahead(_gathers(layout, iter(batches), gather_batches(plan, layout, reading, num_workers)))
     is_late, is_first = False, True
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_gather(planned, runs))
             if len(ahead) == 1:
-                made = gathering.submit(ahead[0].make)
+                copying.begin(ahead[0])
                 # Who plans takes the interpreter's lock from those that decode: those go first.
                 runs.wait(planned.keys[: 1 - num_threads or None], _HEAD_START_S)
-            if made.done():  # the first batch does not wait while others are planned
+            if ahead[0].is_ready():  # the first batch does not wait while others are planned
                 break
         while ahead:
             gather = ahead.popleft()
             try:
-                rows, faults = made.result(reading.timeout_s)
+                rows, faults = copying.made(gather, reading.timeout_s)
             except FutureTimeoutError:
                 is_late = True
                 raise _too_late(layout, gather.planned, reading.timeout_s) from None
@@ -141,7 +139,7 @@ def fetch(
             # The next gather takes its runs before this one gives back its own: what both need stays open.
             ahead.extend(_gather(planned, runs) for planned in islice(waiting, min(reading.look_ahead - len(ahead), 2)))
             if ahead:  # of later ones runs are held, which give their rows when it is their turn
-                made = gathering.submit(ahead[0].make)
+                copying.begin(ahead[0])
             runs.release(gather.planned)
             if not is_first:
                 yield gathered
@@ -151,7 +149,7 @@ def fetch(
         # one of a pool must not wait for a pool.
         is_reader = threading.current_thread().name.startswith(_THREAD_NAME)
         runs.close(wait=not (is_late or is_reader))
-        gathering.shutdown(wait=not (is_late or is_reader), cancel_futures=True)
+        copying.close(wait=not (is_late or is_reader))
 
 
 def _keep_freed_memory() -> None:
@@ -169,8 +167,48 @@ def _keep_freed_memory() -> None:
 
 class _Gather(NamedTuple):
     planned: Planned
+    opened: list[_Opened]
+    """Its runs."""
     make: Callable[[], Made]
     """Waits for its runs and copies the rows."""
+
+    def is_ready(self, timeout_s: float = 0) -> bool:
+        """Whether its runs are there, or will be in time."""
+        return not wait(self.opened, timeout_s).not_done
+
+
+class _Copying:
+    """Copies the rows of gathers, one ahead in a thread of its own: neither decoding nor the consumer waits for it.
+
+    Where no core is left for that (not ``is_ahead``), it is done when a gather is asked for: waking a thread, and its
+    waits for the interpreter's lock, would take more from those that decode than it gives.
+    """
+
+    def __init__(self, *, is_ahead: bool) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=_THREAD_NAME) if is_ahead else None
+        self._next: Future[Made] | None = None
+
+    def begin(self, gather: _Gather) -> None:
+        """Says which gather is asked for next."""
+        if self._thread is not None:
+            self._next = self._thread.submit(gather.make)
+
+    def made(self, gather: _Gather, timeout_s: float) -> Made:
+        """Returns the gather that was begun.
+
+        Raises:
+            FutureTimeoutError: If its runs are not there in time.
+        """
+        if self._next is not None:
+            return self._next.result(timeout_s)
+        if not gather.is_ready(timeout_s):
+            raise FutureTimeoutError
+        return gather.make()
+
+    def close(self, *, wait: bool) -> None:
+        """Ends its thread."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=wait, cancel_futures=True)
 
 
 def _gathers(layout: Layout, batches: Iterator[PlannedBatch], most: int) -> Iterator[Planned]:
@@ -197,7 +235,7 @@ def _gather(planned: Planned, runs: _OpenRuns) -> _Gather:
                 raise
         return made_without_faults(runs.layout, planned, run_of)
 
-    return _Gather(planned, make)
+    return _Gather(planned, [*futures.values()], make)
 
 
 def _too_late(layout: Layout, planned: Planned, timeout_s: float) -> ReadError:
@@ -243,7 +281,7 @@ class _OpenRuns:
         self.layout, self._options, self.finds_faults = layout, reading.storage_options, finds_faults
         # What is done with decoded rows has threads of its own: those that decode go on at once. But to wake one costs
         # as much as it spares where all cores are busy.
-        self._has_core_left = num_threads * num_workers < num_cores()
+        self.has_core_left = num_threads * num_workers < num_cores()
         self._decoding, self._preparing = (
             ThreadPoolExecutor(num_threads, thread_name_prefix=_THREAD_NAME) for _ in range(2)
         )
@@ -372,7 +410,7 @@ class _OpenRuns:
             raise
 
     def _preparation(self, key: RunKey, run: _Run) -> Future[Any]:
-        if callable(run) and self._has_core_left:
+        if callable(run) and self.has_core_left:
             return self._preparing.submit(self._prepared, key, run)
         prepared: Future[Any] = Future()
         prepared.set_result(self._prepared(key, run))

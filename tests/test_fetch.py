@@ -38,6 +38,12 @@ def no_readers_of_other_tests():
         thread.join(30)
 
 
+@pytest.fixture(params=[1, 64], ids=["no core left", "cores left"], autouse=True)
+def num_cores(request, monkeypatch):
+    """Rows are made and copied by threads of their own only where cores are left: both ways must do the same."""
+    monkeypatch.setattr("shardstream.fetch.num_cores", lambda: request.param)
+
+
 def open_files(folder):
     """What this process has open below a folder."""
     return [file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
