@@ -41,7 +41,7 @@ def no_readers_of_other_tests():
 @pytest.fixture(params=[1, 64], ids=["no core left", "cores left"], autouse=True)
 def num_cores(request, monkeypatch):
     """Rows are made and copied by threads of their own only where cores are left: both ways must do the same."""
-    monkeypatch.setattr("shardstream.fetch.num_cores", lambda: request.param)
+    monkeypatch.setattr("shardstream.open_runs.num_cores", lambda: request.param)
 
 
 def open_files(folder):
