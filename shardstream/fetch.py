@@ -9,6 +9,7 @@ micro-batches. A run is held from the first gather that needs it to the last one
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,7 +27,7 @@ from shardstream.layout import Layout, Planned, RunKey
 from shardstream.memory import fitted, gather_batches
 from shardstream.mixture_layout import layout_of
 from shardstream.mixture_plan import AnyPlan
-from shardstream.open_runs import THREAD_NAME, Opened, OpenRuns
+from shardstream.open_runs import THREAD_NAME, OpenedRun, OpenRuns
 from shardstream.permutation import Int64Array
 from shardstream.plan import PlannedBatch
 from shardstream.read_stats import ReadStats
@@ -157,14 +158,23 @@ def _keep_freed_memory() -> None:
 
 class _Gather(NamedTuple):
     planned: Planned
-    opened: list[Opened]
-    """Its runs."""
+    runs: list[OpenedRun]
+    """Its runs, in the order in which they are used."""
     make: Callable[[], Made]
     """Waits for its runs and copies the rows."""
 
+    keeps_faults: bool
+    """Whether a run that cannot be decoded is no reason to stop."""
+
     def is_ready(self, timeout_s: float = 0) -> bool:
-        """Whether its runs are there, or will be in time."""
-        return not wait(self.opened, timeout_s).not_done
+        """Whether ``make`` need not wait, or will not have to in time: all runs are there, or why it fails."""
+        deadline = time.monotonic() + timeout_s
+        for run in self.runs:
+            if wait([run], max(0, deadline - time.monotonic())).not_done:
+                return False
+            if not self.keeps_faults and run.exception() is not None:
+                break
+        return True
 
 
 class _Copying:
@@ -225,7 +235,7 @@ def _gather(planned: Planned, runs: OpenRuns) -> _Gather:
                 raise
         return made_without_faults(runs.layout, planned, run_of)
 
-    return _Gather(planned, [*futures.values()], make)
+    return _Gather(planned, [*futures.values()], make, runs.finds_faults)
 
 
 def _too_late(layout: Layout, planned: Planned, timeout_s: float) -> ReadError:

@@ -15,7 +15,7 @@ from shardstream.block_check import BlockCheck
 from shardstream.columns import Rows
 from shardstream.errors import DecodeError, ReadError, ShardStreamError
 from shardstream.faults import is_of_data
-from shardstream.formats import Shard, decoded_runs, format_of
+from shardstream.formats import Format, Shard, decoded_runs, format_of
 from shardstream.layout import Layout, Planned, RunKey
 from shardstream.memory import most_kept_runs
 from shardstream.mixture_layout import manifests_of
@@ -26,14 +26,24 @@ from shardstream.reading import Reading
 
 THREAD_NAME = "shardstream-read"
 
-_Run: TypeAlias = Rows | Callable[[], Rows]
-_Stream: TypeAlias = Generator[_Run, None, None]
-Opened: TypeAlias = "Future[tuple[Future[Any], _Stream]]"  # a run as prepared, and the stream that reads the next one
+_Stream: TypeAlias = Generator[Rows | Callable[[], Rows], None, None]
+
+
+@dataclass
+class Opened:
+    """A run, and the stream that reads the next one. What was decoded is let go of as soon as rows were made of it."""
+
+    run: Any
+    stream: _Stream
+
+
+OpenedRun: TypeAlias = "Future[Opened]"
 
 
 @dataclass
 class _Held:
-    opened: Opened
+    opened: OpenedRun
+    prepared: OpenedRun  # the same, where the thread that decodes does both
     num_users: int = 0
     is_continued: bool = False  # the stream was handed to the next run
 
@@ -79,14 +89,14 @@ class OpenRuns:
         self._shards: dict[tuple[int, int], Shard] = {}
         self.epoch = 0
 
-    def acquire(self, key: RunKey) -> Opened:
+    def acquire(self, key: RunKey) -> OpenedRun:
         """Returns the run to be, opening it if it is not held."""
         held = self._held.get(key)
         if held is None:
             held = self._held[key] = self._open(key)
         held.num_users += 1
         self._kept.pop(key, None)
-        return held.opened
+        return held.prepared
 
     def asking_ahead(self, planned: Iterator[Planned]) -> Iterator[Planned]:
         """Yields the gathers; of a remote store their blocks, and those of later ones, are asked for before."""
@@ -94,12 +104,12 @@ class OpenRuns:
 
     def wait(self, keys: Sequence[RunKey], timeout_s: float) -> None:
         """Waits until runs are opened, or one of them failed; whoever needs them finds out which it was."""
-        wait([self._held[key].opened for key in keys], timeout_s, FIRST_EXCEPTION)
+        wait([self._held[key].prepared for key in keys], timeout_s, FIRST_EXCEPTION)
 
-    def prepared(self, key: RunKey, opened: Opened) -> Any:
+    def prepared(self, key: RunKey, prepared: OpenedRun) -> Any:
         """Returns the run as the layout prepared it, or what stands for one that cannot be decoded."""
         try:
-            return opened.result()[0].result()
+            return prepared.result().run
         except DecodeError as error:
             if not self.finds_faults or not is_of_data(error):
                 raise
@@ -140,23 +150,31 @@ class OpenRuns:
     def _open(self, key: RunKey) -> _Held:
         before = self._held.get(key._replace(run=key.run - 1))
         self._stats.num_runs_read += 1
+        # Only this thread submits: the garbage collector may close a forgotten loop in a thread that is submitting, and
+        # would wait for a thread that waits to submit.
         if before is not None and not before.is_continued:
             before.is_continued = True
-            return _Held(self._decoding.submit(self._next_run, before.opened, key))
-        self._stats.opened(OpenedBlock(self.epoch, key.source, key.block))
-        return _Held(self._decoding.submit(self._first_run, key))
+            opened = self._decoding.submit(self._next_run, before.opened, key)
+        else:
+            self._stats.opened(OpenedBlock(self.epoch, key.source, key.block))
+            opened = self._decoding.submit(self._first_run, key)
+        hops = self.has_core_left and hasattr(self._format_of(key), "decode_runs")
+        return _Held(opened, self._preparing.submit(self._made, key, opened) if hops else opened)
 
-    def _first_run(self, key: RunKey) -> tuple[Future[Any], _Stream]:
-        shard, columns = self._shard_of(key), self.layout.source(key)[1]
+    def _first_run(self, key: RunKey) -> Opened:
+        shard, columns, format_ = self._shard_of(key), self.layout.source(key)[1], self._format_of(key)
         if self.ahead is not None:
             self.ahead.wait(key)
-        format_ = format_of("." + shard.manifest.formats[shard.index])
         check = nullcontext() if self._check is None else self._check.checked(format_, shard, key.block, columns)
         with check:
             advanced = self._advanced(decoded_runs(format_, shard, key.block, columns, key.run), key)
         if self.ahead is not None:
             self.ahead.opened(key)
         return advanced
+
+    def _format_of(self, key: RunKey) -> Format:
+        shard = self._shard_of(key)
+        return format_of("." + shard.manifest.formats[shard.index])
 
     def _shard_of(self, key: RunKey) -> Shard:
         manifest, _ = self.layout.source(key)
@@ -165,15 +183,15 @@ class OpenRuns:
             self._shards[key.source, shard] = Shard(manifest, shard, self._options, self._ranges)
         return self._shards[key.source, shard]
 
-    def _next_run(self, before: Opened, key: RunKey) -> tuple[Future[Any], _Stream]:
+    def _next_run(self, before: OpenedRun, key: RunKey) -> Opened:
         try:
-            return self._advanced(before.result()[1], key)
+            return self._advanced(before.result().stream, key)
         except DecodeError:
             if not self.finds_faults:
                 raise
         return self._first_run(key)  # what is at fault must not depend on who read the run before
 
-    def _advanced(self, stream: _Stream, key: RunKey) -> tuple[Future[Any], _Stream]:
+    def _advanced(self, stream: _Stream, key: RunKey) -> Opened:
         """Decodes a run; what is to be done with it then may be another thread's: this one goes on decoding."""
         manifest, _ = self.layout.source(key)
         try:
@@ -184,21 +202,19 @@ class OpenRuns:
                     raise DecodeError(what, url=url, block=key.block, found=key.run)
                 if (key.run + 1) * int(manifest.block_run_rows[key.block]) >= int(manifest.block_rows[key.block]):
                     stream.close()  # the block's last run: its file need not stay open as long as its rows
-                return self._preparation(key, run), stream
+                if callable(run) and self.has_core_left:
+                    return Opened(run, stream)
+                return Opened(self.layout.prepared(key, run() if callable(run) else run), stream)
         except ShardStreamError:
             stream.close()
             raise
 
-    def _preparation(self, key: RunKey, run: _Run) -> Future[Any]:
-        if callable(run) and self.has_core_left:
-            return self._preparing.submit(self._prepared, key, run)
-        prepared: Future[Any] = Future()
-        prepared.set_result(self._prepared(key, run))
-        return prepared
-
-    def _prepared(self, key: RunKey, run: _Run) -> Any:
+    def _made(self, key: RunKey, opened: OpenedRun) -> Opened:
+        """Makes rows of what was decoded."""
+        decoded = opened.result()
+        rows_of_run, decoded.run = decoded.run, None
         with self._naming(key):
-            return self.layout.prepared(key, run() if callable(run) else run)
+            return Opened(self.layout.prepared(key, rows_of_run()), decoded.stream)
 
     @contextmanager
     def _naming(self, key: RunKey) -> Iterator[None]:
@@ -212,7 +228,7 @@ class OpenRuns:
             raise ReadError(what, url=url, block=key.block, hint=hint) from error
 
 
-def _close_stream(opened: Opened) -> None:
+def _close_stream(opened: OpenedRun) -> None:
     if not opened.cancelled() and opened.exception() is None:
         with suppress(ValueError):  # the next run is being read from it just now: its own callback comes later
-            opened.result()[1].close()
+            opened.result().stream.close()

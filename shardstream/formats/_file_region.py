@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import final
 from weakref import WeakValueDictionary, finalize
 
@@ -24,7 +25,12 @@ class _OpenFile:
         finalize(self, os.close, self.number).atexit = False  # a last batch may be made later
 
 
-_files: WeakValueDictionary[str, _OpenFile] = WeakValueDictionary()
+# By what they are, not by name: a file may be replaced while somebody holds the one before.
+_files: WeakValueDictionary[tuple[int, int], _OpenFile] = WeakValueDictionary()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 @final
@@ -44,8 +50,11 @@ class FileRegion:
 
     def __init__(self, values: npt.NDArray[np.uint8], path: str, start: int, url: str, block: int) -> None:
         self.values, self._start, self._url, self._block = values, start, url, block
-        file = _files.get(path)
-        self._file = _files.setdefault(path, _OpenFile(path)) if file is None else file
+        file = _files.get(_identity(Path(path).stat()))
+        if file is None:
+            file = _OpenFile(path)
+            file = _files.setdefault(_identity(os.fstat(file.number)), file)
+        self._file = file
 
     def read(self, begin: int, end: int) -> bytes:
         """Returns the bytes from ``begin`` to ``end``.
@@ -73,4 +82,4 @@ class FileRegion:
 
 def may_open(path: str) -> bool:
     """Whether this process has the file open, or so few that it may open another."""
-    return len(_files) < _MOST_OPEN or path in _files
+    return len(_files) < _MOST_OPEN or _identity(Path(path).stat()) in _files

@@ -149,7 +149,8 @@ class ParquetFormat:
         """Yields the same as Arrow has it, to be written again: nothing is lost of types that numpy lacks."""
         with closing(_decoded(shard, block, columns, first_run)) as runs:
             for table, cast in runs:
-                arrays = cast(table)
+                with naming_damage(shard.url, block):
+                    arrays = cast(table)
                 yield type(table).from_arrays([*arrays.values()], names=[*arrays]) if arrays else table.select([])
                 del table, arrays
 

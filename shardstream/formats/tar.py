@@ -273,7 +273,9 @@ class _Samples:
         """Returns where the values of a field lie, found once: in each step numpy lets go of the interpreter's lock."""
         found = self._found.get(name)
         if found is None:
-            found = self._found[name] = self._find(name)
+            found = self._find(name)
+            if found.nulls is None:  # of fields that few samples have there may be thousands
+                self._found[name] = found
         return found
 
     def _find(self, name: str) -> _Field:

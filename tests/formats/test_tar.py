@@ -353,3 +353,24 @@ def test_files_of_large_fields_are_open_once_closed_with_their_runs_and_not_too_
     for number in numbers[:2]:
         with pytest.raises(OSError, match="descriptor"):
             os.fstat(number)
+
+
+def test_a_tar_that_was_replaced_is_read_though_somebody_holds_the_one_before(tmp_path):
+    path = tmp_path / "a.tar"
+
+    def write(letter):
+        with tarfile.open(tmp_path / "new", "w") as file:
+            member = tarfile.TarInfo("0.bin")
+            member.size = 40_000
+            file.addfile(member, io.BytesIO(letter * member.size))
+        (tmp_path / "new").rename(path)
+
+    def read():
+        (run,) = TarFormat().read_runs(Shard(indexed(path), 0), 0, ["bin"])
+        return gather([run], np.zeros(1, np.int64), np.zeros(1, np.int64)).columns["bin"].values
+
+    write(b"A")
+    before = read()
+    write(b"B")
+    assert next(iter(read()))[:1] == b"B"
+    assert next(iter(before))[:1] == b"A"
