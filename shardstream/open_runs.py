@@ -212,6 +212,8 @@ class OpenRuns:
     def _made(self, key: RunKey, opened: OpenedRun) -> Opened:
         """Makes rows of what was decoded."""
         decoded = opened.result()
+        if not callable(decoded.run):
+            return decoded
         rows_of_run, decoded.run = decoded.run, None
         with self._naming(key):
             return Opened(self.layout.prepared(key, rows_of_run()), decoded.stream)
