@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from itertools import islice
 from typing import Any, NamedTuple
@@ -115,7 +115,7 @@ def fetch(
             if len(ahead) == 1:
                 copying.begin(ahead[0])
                 # Who plans takes the interpreter's lock from those that decode: those go first.
-                runs.wait(planned.keys[: 1 - runs.num_threads or None], _HEAD_START_S)
+                wait(ahead[0].runs[: 1 - runs.num_threads or None], _HEAD_START_S, FIRST_EXCEPTION)
             if ahead[0].is_ready():  # the first batch does not wait while others are planned
                 break
         while ahead:
@@ -141,9 +141,9 @@ def fetch(
     finally:
         # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
         # one of a pool must not wait for a pool.
-        is_reader = threading.current_thread().name.startswith(THREAD_NAME)
-        runs.close(wait=not (is_late or is_reader))
-        copying.close(wait=not (is_late or is_reader))
+        waits = not (is_late or threading.current_thread().name.startswith(THREAD_NAME))
+        runs.close(wait=waits)
+        copying.close(wait=waits)
 
 
 def _keep_freed_memory() -> None:
@@ -162,7 +162,6 @@ class _Gather(NamedTuple):
     """Its runs, in the order in which they are used."""
     make: Callable[[], Made]
     """Waits for its runs and copies the rows."""
-
     keeps_faults: bool
     """Whether a run that cannot be decoded is no reason to stop."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -26,7 +26,8 @@ from shardstream.reading import Reading
 
 THREAD_NAME = "shardstream-read"
 
-_Stream: TypeAlias = Generator[Rows | Callable[[], Rows], None, None]
+_Run: TypeAlias = Rows | Callable[[], Rows]
+_Stream: TypeAlias = Generator[_Run, None, None]
 
 
 @dataclass
@@ -102,10 +103,6 @@ class OpenRuns:
         """Yields the gathers; of a remote store their blocks, and those of later ones, are asked for before."""
         return planned if self.ahead is None else self.ahead.gathers(planned)
 
-    def wait(self, keys: Sequence[RunKey], timeout_s: float) -> None:
-        """Waits until runs are opened, or one of them failed; whoever needs them finds out which it was."""
-        wait([self._held[key].prepared for key in keys], timeout_s, FIRST_EXCEPTION)
-
     def prepared(self, key: RunKey, prepared: OpenedRun) -> Any:
         """Returns the run as the layout prepared it, or what stands for one that cannot be decoded."""
         try:
@@ -158,8 +155,13 @@ class OpenRuns:
         else:
             self._stats.opened(OpenedBlock(self.epoch, key.source, key.block))
             opened = self._decoding.submit(self._first_run, key)
-        hops = self.has_core_left and hasattr(self._format_of(key), "decode_runs")
-        return _Held(opened, self._preparing.submit(self._made, key, opened) if hops else opened)
+        return _Held(
+            opened, self._preparing.submit(self._prepare_decoded, key, opened) if self._is_split(key) else opened
+        )
+
+    def _is_split(self, key: RunKey) -> bool:
+        """Whether one thread decodes a run, and another one makes rows of it."""
+        return self.has_core_left and hasattr(self._format_of(key), "decode_runs")
 
     def _first_run(self, key: RunKey) -> Opened:
         shard, columns, format_ = self._shard_of(key), self.layout.source(key)[1], self._format_of(key)
@@ -202,21 +204,20 @@ class OpenRuns:
                     raise DecodeError(what, url=url, block=key.block, found=key.run)
                 if (key.run + 1) * int(manifest.block_run_rows[key.block]) >= int(manifest.block_rows[key.block]):
                     stream.close()  # the block's last run: its file need not stay open as long as its rows
-                if callable(run) and self.has_core_left:
-                    return Opened(run, stream)
-                return Opened(self.layout.prepared(key, run() if callable(run) else run), stream)
+                return Opened(run if self._is_split(key) else self._prepare(key, run), stream)
         except ShardStreamError:
             stream.close()
             raise
 
-    def _made(self, key: RunKey, opened: OpenedRun) -> Opened:
+    def _prepare_decoded(self, key: RunKey, opened: OpenedRun) -> Opened:
         """Makes rows of what was decoded."""
         decoded = opened.result()
-        if not callable(decoded.run):
-            return decoded
-        rows_of_run, decoded.run = decoded.run, None
+        run, decoded.run = decoded.run, None
         with self._naming(key):
-            return Opened(self.layout.prepared(key, rows_of_run()), decoded.stream)
+            return Opened(self._prepare(key, run), decoded.stream)
+
+    def _prepare(self, key: RunKey, run: _Run) -> Any:
+        return self.layout.prepared(key, run() if callable(run) else run)
 
     @contextmanager
     def _naming(self, key: RunKey) -> Iterator[None]:

@@ -21,6 +21,7 @@ from shardstream.index import IndexSettings
 from shardstream.plan import Plan
 from shardstream.reading import Reading
 from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manifest, with_runs
+from tests.support.faults import Once
 from tools.faults import LYING, PASSING, Faults, FaultyServer, Folder, Upstream, all_rows
 
 DATA = bytes(range(256)) * 50
@@ -61,17 +62,6 @@ def s3_options(url, **more):
 
 
 # ------------------------------------------------------------------------------------------------ one range
-
-
-class Once(Faults):
-    """The first request for data goes wrong in one way, later ones do not."""
-
-    def __init__(self, kind):
-        super().__init__(kinds=(kind,))
-        self.left = [kind]
-
-    def choose(self):
-        return self.left.pop() if self.left else None
 
 
 @pytest.mark.parametrize("kind", [*PASSING, "silent", "drip"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import subprocess
@@ -19,6 +18,8 @@ from shardstream.errors import ReadError
 from shardstream.ranges import ByteRange, Ranges
 from shardstream.storage import _obstore
 from tests.support import stores
+from tests.support.children import told_by_two
+from tests.support.faults import Once
 from tools.faults import PASSING, Faults, FaultyServer, Folder
 
 pytest.importorskip("obstore")
@@ -96,15 +97,6 @@ def test_ends_of_a_file(server, client):
     assert versioned(server, len(DATA) - 5, len(DATA) + 5) == (DATA[-5:], tag)
     assert versioned(server, len(DATA) + 5, len(DATA) + 9) == (b"", "")
     assert versioned(server, 0, len(DATA)) == (DATA, tag)
-
-
-class Once(Faults):
-    def __init__(self, kind):
-        super().__init__(kinds=(kind,))
-        self.left = [kind]
-
-    def choose(self):
-        return self.left.pop() if self.left else None
 
 
 @pytest.mark.parametrize("kind", [*PASSING, "silent", "drip"])
@@ -325,15 +317,7 @@ def _read_in_child(url, queue):
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
 def test_every_start_method_reads_what_the_parent_has_read_before(server, method):
     versioned(server)
-    context = multiprocessing.get_context(method)
-    queue = context.SimpleQueue()
-    children = [context.Process(target=_read_in_child, args=(server.url, queue)) for _ in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-        assert child.exitcode == 0
-    assert [queue.get(), queue.get()] == [DATA[100:5000]] * 2
+    assert told_by_two(method, _read_in_child, server.url) == [DATA[100:5000]] * 2
     assert askers(server) == ["obstore"] + ["s3fs" if method == "fork" else "obstore"] * 2
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import http.server
-import multiprocessing
 import os
 import pickle
 import socket
@@ -14,6 +13,7 @@ import pytest
 
 from shardstream import storage
 from shardstream.errors import ReadError
+from tests.support.children import told_by_two
 
 # ----------------------------------------------------------------------------------------------------------- locations
 
@@ -355,15 +355,7 @@ def test_every_start_method_reads_what_the_parent_has_read_before(server, method
     url = server.url + "/good"
     assert storage.read_range(url, 10, 20) == DATA[10:20]
     assert storage.kind_of(url) == "file"
-    context = multiprocessing.get_context(method)
-    queue = context.SimpleQueue()
-    children = [context.Process(target=_read_in_child, args=(url, queue)) for _ in range(2)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(60)
-        assert child.exitcode == 0
-    assert [queue.get(), queue.get()] == [DATA[10:20]] * 2
+    assert told_by_two(method, _read_in_child, url) == [DATA[10:20]] * 2
 
 
 def test_info_pickles():

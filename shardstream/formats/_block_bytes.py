@@ -18,7 +18,7 @@ import pyarrow as pa
 from shardstream import storage
 from shardstream.formats import Shard
 from shardstream.formats._decompress import ForwardFile, check_ratio, decompressed_block
-from shardstream.formats._file_region import FileRegion, may_open
+from shardstream.formats._file_region import FileRegion, open_file
 from shardstream.formats._shards import ShardRanges
 from shardstream.formats._span import Span, SpanFile, pieces
 from shardstream.ranges import ByteRange
@@ -89,7 +89,8 @@ def region_of(shard: Shard, block: int, values: npt.NDArray[np.uint8], start: in
         OSError: If the file cannot be opened.
     """
     path = _path_to_map(shard)
-    return None if path is None or not may_open(path) else FileRegion(values, path, start, shard.url, block)
+    file = None if path is None else open_file(path)
+    return None if file is None else FileRegion(values, file, start, shard.url, block)
 
 
 def block_ranges(shard: Shard, block: int, first_run: int, digest_now: Callable[[], str]) -> list[ByteRange]:

@@ -17,7 +17,7 @@ from shardstream.formats._shards import naming_damage
 _MOST_OPEN = 128  # files of a process, of the 256 to 1,024 that systems allow
 
 
-class _OpenFile:
+class OpenFile:
     """A file that is open as long as somebody holds this."""
 
     def __init__(self, path: str) -> None:
@@ -26,11 +26,24 @@ class _OpenFile:
 
 
 # By what they are, not by name: a file may be replaced while somebody holds the one before.
-_files: WeakValueDictionary[tuple[int, int], _OpenFile] = WeakValueDictionary()
+_files: WeakValueDictionary[tuple[int, int], OpenFile] = WeakValueDictionary()
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
+
+
+def open_file(path: str) -> OpenFile | None:
+    """Returns a file, shared with whoever has it open; None if this process has too many open for another one.
+
+    Raises:
+        OSError: If the file cannot be opened.
+    """
+    file = _files.get(_identity(Path(path).stat()))
+    if file is None and len(_files) < _MOST_OPEN:
+        file = OpenFile(path)
+        file = _files.setdefault(_identity(os.fstat(file.number)), file)
+    return file
 
 
 @final
@@ -39,22 +52,14 @@ class FileRegion:
 
     Args:
         values: Its mapping.
-        path: The file.
+        file: The file.
         start: Where in it they begin.
         url: How messages call it.
         block: The block they are of.
-
-    Raises:
-        OSError: If the file cannot be opened.
     """
 
-    def __init__(self, values: npt.NDArray[np.uint8], path: str, start: int, url: str, block: int) -> None:
-        self.values, self._start, self._url, self._block = values, start, url, block
-        file = _files.get(_identity(Path(path).stat()))
-        if file is None:
-            file = _OpenFile(path)
-            file = _files.setdefault(_identity(os.fstat(file.number)), file)
-        self._file = file
+    def __init__(self, values: npt.NDArray[np.uint8], file: OpenFile, start: int, url: str, block: int) -> None:
+        self.values, self._file, self._start, self._url, self._block = values, file, start, url, block
 
     def read(self, begin: int, end: int) -> bytes:
         """Returns the bytes from ``begin`` to ``end``.
@@ -78,8 +83,3 @@ class FileRegion:
                 hint="write shards under another name, and rename them when they are whole",
             )
         return data
-
-
-def may_open(path: str) -> bool:
-    """Whether this process has the file open, or so few that it may open another."""
-    return len(_files) < _MOST_OPEN or _identity(Path(path).stat()) in _files

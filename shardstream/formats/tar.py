@@ -274,7 +274,8 @@ class _Samples:
         found = self._found.get(name)
         if found is None:
             found = self._find(name)
-            if found.nulls is None:  # of fields that few samples have there may be thousands
+            # Of fields that few samples have there may be thousands.
+            if found.nulls is None or 2 * np.count_nonzero(found.nulls) <= len(found.nulls):
                 self._found[name] = found
         return found
 
@@ -338,7 +339,8 @@ def _rows(
 
 
 def _raise_missing(shard: Shard, samples: _Samples, row: int, name: str) -> None:
-    key = shard.read_lists("sample_keys")["sample_keys"][row].decode("utf-8", "backslashreplace")
+    keys = samples.keys(shard)
+    key = keys.values[keys.ends[row] : keys.ends[row + 1]].tobytes().decode("utf-8", "backslashreplace")
     codes = samples.field_of_member[samples.first_member[row] : samples.first_member[row + 1]]
     names = list(samples.fields)
     raise DecodeError(

@@ -88,9 +88,9 @@ def read_range(url: str, start: int, end: int, storage_options: Options | None =
     """
     if end <= start:
         return b""
-    if local_path(url) is not None:
-        return bytes(whole(read_local(url, start, end), url, start, end))
-    return bytes(whole(read_versioned(url, start, end, storage_options)[0], url, start, end))
+    is_local = local_path(url) is not None
+    data = read_local(url, start, end) if is_local else read_versioned(url, start, end, storage_options)[0]
+    return bytes(whole(data, url, start, end))
 
 
 def read_versioned(
