@@ -131,14 +131,16 @@ class RowsLayout:
     ) -> frozenset[RunKey]:
         """The runs in which a lane begins and the one before it ends, while the former is read, by a reader of both."""
         plan, epoch = self.plan, batches[0].epoch
+        order = plan.order(epoch + int(batches[0].positions[0]) // plan.num_positions)
+        shared = order.shared_blocks if isinstance(order, EpochOrder) else {}
+        if not any(key.block in shared for key in keys):  # between the two ends of an epoch
+            return frozenset()
         positions = np.concatenate([batch.positions + (batch.epoch - epoch) * plan.num_positions for batch in batches])
         ahead, place = np.divmod(positions, plan.num_positions)
         here = ahead == ahead[0]  # what is of the next epoch is another order's
         lane = place[here] % plan.lanes
         is_read, lane_of_key = np.zeros(plan.lanes, np.bool_), np.full(len(keys), -1)
         is_read[lane], lane_of_key[key_of_row[here]] = True, lane
-        order = plan.order(epoch + int(ahead[0]))
-        shared = order.shared_blocks if isinstance(order, EpochOrder) else {}
         return frozenset(
             key
             for key, of_key in zip(keys, lane_of_key.tolist(), strict=True)

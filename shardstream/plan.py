@@ -206,14 +206,20 @@ class Plan:
         Raises:
             PlanError: If sequences are packed, which are made of several rows.
         """
+        if len(positions) == 0 or int(positions.max()) < self.num_positions:  # nearly always
+            return self._rows_order(epoch).rows(positions)
         ahead = positions // self.num_positions
         located = np.empty((3, len(positions)), np.int64)
         for more in _span(ahead):
-            there, order = ahead == more, self.order(epoch + more)
-            if isinstance(order, PackedOrder):
-                raise PlanError("a packed sequence is not one row", hint="ask the order for its pieces")
+            there, order = ahead == more, self._rows_order(epoch + more)
             located[:, there] = order.rows(positions[there] - more * self.num_positions)
         return Located(*located)
+
+    def _rows_order(self, epoch: int) -> EpochOrder:
+        order = self.order(epoch)
+        if isinstance(order, PackedOrder):
+            raise PlanError("a packed sequence is not one row", hint="ask the order for its pieces")
+        return order
 
     # ------------------------------------------------------------------------------------------------ cursors
 
