@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardstream.closing import close_apart
 from shardstream.columns import Rows
 from shardstream.errors import DecodeError, ReadError
 from shardstream.faults import NO_FAULTS, Made, is_of_data, made_without_faults
@@ -36,6 +38,7 @@ from shardstream.reading import Reading
 __all__ = ["Fetched", "Gathered", "ReadStats", "Reading", "fetch"]
 
 _HEAD_START_S = 0.5
+_CLOSING_S = 10.0  # the longest that a loop which is left waits for its threads
 _LARGEST_KEPT = (32 << 20) - (1 << 16)  # the most that glibc learns from
 
 
@@ -108,7 +111,7 @@ def fetch(
     copying = _Copying(is_ahead=runs.has_core_left)
     ahead: deque[_Gather] = deque()
     waiting = runs.asking_ahead(_gathers(layout, iter(batches), gather_batches(plan, layout, reading, num_workers)))
-    is_late, is_first = False, True
+    is_late, is_first, home = False, True, threading.get_ident()
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_gather(planned, runs))
@@ -139,11 +142,15 @@ def fetch(
                 yield gathered
             is_first = False
     finally:
-        # A read that hangs is not waited for. And the garbage collector may close a forgotten generator in any thread:
-        # one of a pool must not wait for a pool.
-        waits = not (is_late or threading.current_thread().name.startswith(THREAD_NAME))
-        runs.close(wait=waits)
-        copying.close(wait=waits)
+        # A read that hangs is not waited for, nor is any by another thread than the loop's: there it was forgotten.
+        waits = not is_late and threading.get_ident() == home
+        close_apart(partial(_close, runs, copying), timeout_s=_CLOSING_S if waits else 0)
+
+
+def _close(runs: OpenRuns, copying: _Copying) -> None:
+    for wait_for in (False, True):  # all are told before any is waited for: they wait for each other
+        runs.close(wait=wait_for)
+        copying.close(wait=wait_for)
 
 
 def _keep_freed_memory() -> None:
@@ -169,7 +176,7 @@ class _Gather(NamedTuple):
         """Whether ``make`` need not wait, or will not have to in time: all runs are there, or why it fails."""
         deadline = time.monotonic() + timeout_s
         for run in self.runs:
-            if wait([run], max(0, deadline - time.monotonic())).not_done:
+            if not run.done() and wait([run], max(0, deadline - time.monotonic())).not_done:
                 return False
             if not self.keeps_faults and run.exception() is not None:
                 break

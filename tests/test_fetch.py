@@ -6,6 +6,8 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import thread as thread_pools
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -48,6 +50,16 @@ def num_cores(request, monkeypatch):
 def open_files(folder):
     """What this process has open below a folder."""
     return [file.path for file in psutil.Process().open_files() if file.path.startswith(str(folder))]
+
+
+def is_closed_soon(folder):
+    """Whether readers end and files are closed before long: not at once, where nobody waits for it."""
+    deadline = time.monotonic() + 20
+    while readers() or open_files(folder):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def one_by_one(gathers):
@@ -307,52 +319,79 @@ def test_an_exception_of_the_consumer_closes_everything(tmp_path):
     assert not open_files(tmp_path)
 
 
-def test_a_generator_that_is_collected_in_a_reading_thread_does_not_wait_for_itself(tmp_path):
-    plan = Plan.make(with_runs(parquet_manifest(tmp_path, [100], 50), 5), batch_size=4)
-    forgotten = [fetched(plan)]
-    next(forgotten[0])
+def reading_that_hangs(tmp_path, monkeypatch):
+    """A loop some batches of which are out, while a thread is decoding what later ones need; and what lets it go on."""
+    asked, release, decode_runs = threading.Event(), threading.Event(), ParquetFormat.decode_runs
+
+    def hanging(format_, shard, block, *arguments):
+        if block > 0:
+            asked.set()
+            release.wait(60)
+        return decode_runs(format_, shard, block, *arguments)
+
+    monkeypatch.setattr(ParquetFormat, "decode_runs", hanging)
+    plan = Plan.make(parquet_manifest(tmp_path, [100], 50), batch_size=4, shuffle=False, lanes=1)
+    batches = fetched(plan)
+    while not asked.wait(0.05):
+        next(batches)
+    return batches, release
+
+
+@pytest.mark.parametrize("name", ["shardstream-read_9", "Thread-1"])
+def test_a_generator_that_is_collected_in_another_thread_is_not_waited_for_there(tmp_path, monkeypatch, name):
+    batches, release = reading_that_hangs(tmp_path, monkeypatch)
+    forgotten = [batches]
+    del batches
     ended = threading.Event()
 
     def collect():
-        forgotten[0].close()
-        forgotten.clear()
+        forgotten.pop().close()
         ended.set()
 
-    threading.Thread(target=collect, name="shardstream-read_9", daemon=True).start()
+    threading.Thread(target=collect, name=name, daemon=True).start()
     assert ended.wait(20)
-    for thread in readers():
-        thread.join(20)
-    assert not readers()
-    assert not open_files(tmp_path)
+    release.set()
+    assert is_closed_soon(tmp_path)
 
 
-def test_a_generator_that_is_collected_while_a_pool_takes_a_task_does_not_wait_for_who_waits_to_submit(
-    tmp_path, monkeypatch
-):
-    decode_runs = ParquetFormat.decode_runs
-
-    def slow(*arguments):
-        for run in decode_runs(*arguments):
-            time.sleep(0.3)
-            yield run
-
-    monkeypatch.setattr(ParquetFormat, "decode_runs", slow)
+@pytest.mark.parametrize("of_whom", ["another pool", "its ranges"])
+def test_a_generator_that_is_collected_while_a_pool_takes_a_task_needs_no_lock_of_it(tmp_path, monkeypatch, of_whom):
     plan = Plan.make(parquet_manifest(tmp_path, [200], 10), batch_size=4)
-    forgotten = [fetched(plan, reading=Reading(num_threads=2))]
+    reading = Reading(num_threads=2, cache_dir=tmp_path / "cache", cache_local=True)
+    forgotten, ended = [fetched(plan, reading=reading)], threading.Event()
     next(forgotten[0])
 
-    class Prefix:
+    class WorkItem(thread_pools._WorkItem):
         """Stands for the garbage collector, which may run wherever a pool's ``submit`` allocates."""
 
-        def __str__(self):
-            forgotten.pop().close()
-            return "pool"
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            if forgotten:
+                forgotten.pop().close()
 
-    pool, ended = ThreadPoolExecutor(1, thread_name_prefix=Prefix()), threading.Event()
-    threading.Thread(target=lambda: pool.submit(ended.set), daemon=True).start()
+    pool = ThreadPoolExecutor(1)
+    if of_whom == "its ranges":
+        pool = forgotten[0].gi_frame.f_locals["gathers"].gi_frame.f_locals["runs"]._ranges._threads
+
+    def submit():
+        with suppress(RuntimeError):  # a thread of its own took a task before, and the pool is closed
+            pool.submit(int)
+        ended.set()
+
+    monkeypatch.setattr(thread_pools, "_WorkItem", WorkItem)
+    threading.Thread(target=submit, daemon=True).start()
     assert ended.wait(20)
+    assert is_closed_soon(tmp_path)
     pool.shutdown()
-    assert not readers()
+
+
+def test_a_loop_that_is_left_does_not_wait_for_ever(tmp_path, monkeypatch):
+    batches, release = reading_that_hangs(tmp_path, monkeypatch)
+    monkeypatch.setattr("shardstream.fetch._CLOSING_S", 0.1)
+    batches.close()
+    assert readers()
+    release.set()
+    assert is_closed_soon(tmp_path)
 
 
 def test_what_failed_is_said_though_a_later_run_hangs(tmp_path, monkeypatch):
