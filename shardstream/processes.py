@@ -12,6 +12,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.connection import wait
 from typing import Any
 
+_END_S = 10.0  # until processes that were terminated are gone, which takes milliseconds
+
 
 @contextlib.contextmanager
 def pool_of(
@@ -19,7 +21,7 @@ def pool_of(
 ) -> Iterator[ProcessPoolExecutor]:
     """Gives processes started afresh (spawn): right whatever threads and connections this process has.
 
-    When the block is left by an error they are ended, without waiting for what they do.
+    When the block is left by an error they are ended, without waiting for what they do; none of them is left.
 
     Args:
         num_workers: How many.
@@ -33,12 +35,14 @@ def pool_of(
         yield pool
     except BaseException:
         processes = list(started.values())
-        pool.shutdown(wait=False, cancel_futures=True)
+        ending: Any = pool._executor_manager_thread  # noqa: SLF001 - the next line forgets it, so that nothing waits for it
+        pool.shutdown(wait=False, cancel_futures=True)  # first: it finds no worker lost that has tasks to be cancelled
         for process in processes:
             process.terminate()  # a shard may take minutes, and nobody waits for it any more
+        if ending not in (None, threading.current_thread()):  # the garbage collector closes a generator in any thread
+            ending.join(_END_S)
         raise
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    pool.shutdown(wait=True, cancel_futures=True)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Processes of our own: ended when the work fails, and only they."""
 
 import multiprocessing
+import threading
 import time
 
 import pytest
@@ -25,10 +26,22 @@ def test_what_others_start_meanwhile_is_not_ended():
     try:
         with pytest.raises(ValueError, match="it failed"):
             fail_beside(other)
-        for mine in set(multiprocessing.active_children()) - before - {other}:
-            mine.join(20)
-            assert mine.exitcode is not None
-        assert other.is_alive()
+        assert set(multiprocessing.active_children()) - before == {other}
     finally:
         other.kill()
         other.join(60)
+
+
+def fail_with_much_to_do():
+    with pool_of(2) as pool:
+        for _ in range(9):
+            pool.submit(time.sleep, 60)
+        raise ValueError("it failed")
+
+
+def test_nothing_of_a_pool_is_left_when_the_work_failed():
+    processes, threads = set(multiprocessing.active_children()), set(threading.enumerate())
+    with pytest.raises(ValueError, match="it failed"):
+        fail_with_much_to_do()
+    assert set(threading.enumerate()) <= threads
+    assert set(multiprocessing.active_children()) <= processes
