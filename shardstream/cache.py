@@ -108,6 +108,8 @@ class RangeCache:
             except BaseException:
                 _delete(temporary)
                 raise
+        except FileNotFoundError:
+            return  # somebody emptied the cache just now
         except OSError as error:
             self._paused_until = time.monotonic() + _PAUSE_S
             if str(self._folder) not in _warned_of:

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -188,6 +189,22 @@ def test_a_full_disk_is_warned_of_once_and_leaves_nothing(tmp_path, monkeypatch)
     monkeypatch.setattr(cache, "_paused_until", 0.0)  # a minute later
     cache.put(key(2), data(2))
     assert cache.get(key(2)) == data(2)
+
+
+def test_a_folder_that_is_deleted_meanwhile_is_no_fault_of_the_disk(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    cache = RangeCache(folder, MIB)
+    replace = Path.replace
+
+    def late(path, target):
+        shutil.rmtree(folder)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    cache.put(key(1), data(1))  # warnings are errors here
+    monkeypatch.setattr(Path, "replace", replace)
+    cache.put(key(2), data(2))
+    assert (cache.get(key(1)), cache.get(key(2))) == (None, data(2))
 
 
 def _put_some(cache):
