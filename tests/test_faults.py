@@ -21,7 +21,7 @@ from shardstream.index import IndexSettings
 from shardstream.plan import Plan
 from shardstream.reading import Reading
 from tests.support.corpora import manifest_of_files, parquet_manifest, tar_manifest, with_runs
-from tests.support.faults import Once
+from tests.support.faults import HANGING, Once, soon_try_again, wait_for_answers
 from tools.faults import LYING, PASSING, Faults, FaultyServer, Folder, Upstream, all_rows
 
 DATA = bytes(range(256)) * 50
@@ -65,22 +65,26 @@ def s3_options(url, **more):
 
 
 @pytest.mark.parametrize("kind", [*PASSING, "silent", "drip"])
-def test_a_fault_that_passes_costs_another_request(server, kind):
+def test_a_fault_that_passes_costs_another_request(server, monkeypatch, kind):
+    if kind in HANGING:
+        soon_try_again(monkeypatch)
     server.faults = Once(kind)
-    got = storage.read_versioned(server.url + "/a.bin", 100, 5000, {"retry_timeout_s": 2.5})
+    got = storage.read_versioned(server.url + "/a.bin", 100, 5000)
     assert got[0] == DATA[100:5000]
     assert got[1] == storage.stat(server.url + "/a.bin").version_tag
     assert server.counts[kind] == 1
 
 
 @pytest.mark.parametrize("kind", [*PASSING, "drip"])
-def test_a_store_that_never_recovers_is_given_up_within_the_deadline(server, kind):
+def test_a_store_that_never_recovers_is_given_up_within_the_deadline(server, monkeypatch, kind):
+    if kind not in HANGING:
+        wait_for_answers(monkeypatch)
     server.faults = Faults(1.0, (kind,))
     begun = time.monotonic()
     url = server.url.replace("http://", "http://me:s3cret@") + "/a.bin?X-Amz-Signature=s3cret"
     with pytest.raises(ReadError, match=r"a\.bin") as caught:
         storage.read_range(url, 100, 5000, {"retry_timeout_s": 0.5})
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30, "half of what it would take by default"
     assert "s3cret" not in str(caught.value)
     reason = {"429": "429", "500": "500", "503": "503", "whole": "ignores byte ranges", "short": "instead of",
               "wrong-range": "instead of", "stall": "no whole answer within", "silent": "no whole answer within",
@@ -95,19 +99,21 @@ def test_the_server_says_when_to_come_back(server):
     assert time.monotonic() - begun >= 1.0
 
 
-def test_a_pause_longer_than_the_deadline_is_not_waited_for(server):
+def test_a_pause_longer_than_the_deadline_is_not_waited_for(server, monkeypatch):
+    wait_for_answers(monkeypatch)
     server.faults = Faults(1.0, ("retry-after",))
     with pytest.raises(ReadError, match="503"):
         storage.read_range(server.url + "/a.bin", 100, 5000, {"retry_timeout_s": 0.9})
     assert server.counts["retry-after"] == 1
 
 
-def test_nobody_listens(server):
+def test_nobody_listens(server, monkeypatch):
+    wait_for_answers(monkeypatch)
     server.close()
     begun = time.monotonic()
     with pytest.raises(ReadError, match=r"a\.bin.*(Connect|connect)"):
         storage.read_range(server.url + "/a.bin", 0, 10, {"retry_timeout_s": 0.5})
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 30
 
 
 def test_expired_credentials_are_not_tried_again(server):
@@ -142,7 +148,7 @@ def test_an_epoch_in_which_a_fifth_of_the_requests_fails_is_exact(server, tmp_pa
 
     make = parquet_manifest if kind == "parquet" else tar_manifest
     local = make(tmp_path / "served" / "shards", [70] * 8)
-    options = {"retry_timeout_s": 30, "client_kwargs": {"timeout": ClientTimeout(sock_read=0.3)}}
+    options = {"client_kwargs": {"timeout": ClientTimeout(sock_read=1)}}  # until one that stalls is asked again
     server.faults = Faults(0.2, PASSING)
     remote = manifest_of_files([f"{server.url}/shards/{url}" for url in local.urls], storage_options=options)
     assert all_rows(remote, storage_options=options) == all_rows(local)
@@ -155,7 +161,7 @@ def test_an_epoch_from_s3_in_which_a_fifth_of_the_requests_fails_is_exact(tmp_pa
         monkeypatch.setattr("shardstream.storage._obstore.is_installed", lambda: False)
     local = parquet_manifest(tmp_path / "shards", [70] * 4)
     with s3_server(tmp_path / "shards") as (server, _):
-        options = s3_options(server.url, retry_timeout_s=30, config_kwargs={"read_timeout": 0.3})
+        options = s3_options(server.url, config_kwargs={"read_timeout": 1})  # until one that stalls is asked again
         server.faults = Faults(0.2, PASSING)
         remote = manifest_of_files([f"s3://bucket/{url}" for url in local.urls], storage_options=options)
         assert all_rows(remote, storage_options=options) == all_rows(local)
@@ -166,14 +172,16 @@ def test_an_epoch_from_s3_in_which_a_fifth_of_the_requests_fails_is_exact(tmp_pa
             all_rows(remote, storage_options=options)
         assert "s3cret" not in str(caught.value)
 
+        wait_for_answers(monkeypatch)
+        options = s3_options(server.url, retry_timeout_s=1)
         server.faults = Faults(1.0, ("503",))
         begun = time.monotonic()
         with pytest.raises(ReadError, match=r"part-0000\d\.parquet.*Service Unavailable"):
-            all_rows(remote, storage_options={**options, "retry_timeout_s": 1})
+            all_rows(remote, storage_options=options)
         server.close()
         with pytest.raises(ReadError, match=r"part-0000\d\.parquet.*(Connect|connect)"):
-            all_rows(remote, storage_options={**options, "retry_timeout_s": 1})
-        assert time.monotonic() - begun < 30
+            all_rows(remote, storage_options=options)
+        assert time.monotonic() - begun < 60, "half of what it would take by default"
 
 
 @pytest.mark.parametrize(
@@ -295,9 +303,10 @@ def test_without_checksums_there_is_nothing_to_verify(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_store_that_dies_in_mid_epoch_ends_the_loader(tmp_path, num_workers):
+def test_a_store_that_dies_in_mid_epoch_ends_the_loader(tmp_path, monkeypatch, num_workers):
     from shardstream.torch import StreamingDataset, StreamingLoader, Topology
 
+    wait_for_answers(monkeypatch)
     local = parquet_manifest(tmp_path / "s", [70] * 4)
     with FaultyServer(Folder(tmp_path / "s")) as server:
         manifest = manifest_of_files([f"{server.url}/{url}" for url in local.urls])
