@@ -8,8 +8,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from shardstream.ahead import BlocksAhead
 from shardstream.block_check import BlockCheck
 from shardstream.columns import Rows
@@ -180,7 +178,7 @@ class OpenRuns:
 
     def _shard_of(self, key: RunKey) -> Shard:
         manifest, _ = self.layout.source(key)
-        shard = int(manifest.shard_of_block(np.array(key.block)))
+        shard = manifest.shard_with(key.block)
         if (key.source, shard) not in self._shards:
             self._shards[key.source, shard] = Shard(manifest, shard, self._options, self._ranges)
         return self._shards[key.source, shard]

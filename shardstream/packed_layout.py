@@ -118,7 +118,7 @@ class PackedLayout:
         """
         manifest, order, packing = self.plan.manifest, self._order(key.epoch), self._packed.packing
         first_sample = self._first_sample(key)
-        url = manifest.url(int(manifest.shard_of_block(np.array([key.block]))[0]))
+        url = manifest.url_of_block(key.block)
         try:
             rows, faults = without_holes(rows, first_sample, packing) if self.finds_faults else (rows, {})
             run = packed_run(rows, order.samples.run_rows(key.block, key.run), first_sample, packing)

@@ -157,7 +157,7 @@ def advice(manifest: Manifest) -> list[str]:
     if not len(large):
         return []
     worst = int(large[np.argmax(sizes[large])])
-    url = manifest.urls[int(manifest.shard_of_block(np.array([worst]))[0])]
+    url = manifest.urls[manifest.shard_with(worst)]
     text = (
         f"{len(large)} of {manifest.num_blocks} blocks are larger than {LARGE_BLOCK_NUM_BYTES >> 20} MiB (the largest, "
         f"about {int(sizes[worst]) >> 20} MiB, is in {shown_url(url)}): a start in the middle of one decodes it from "

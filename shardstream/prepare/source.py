@@ -62,7 +62,7 @@ def read_samples(
     starts = manifest.block_start
     block = int(np.searchsorted(starts, first, side="right")) - 1
     while block < manifest.num_blocks and (start := int(starts[block])) < end:
-        shard = Shard(manifest, int(manifest.shard_of_block(np.array(block))), storage_options or {})
+        shard = Shard(manifest, manifest.shard_with(block), storage_options or {})
         run_rows = int(manifest.block_run_rows[block])
         first_run = max(0, first - start) // run_rows
         row = start + first_run * run_rows

@@ -112,7 +112,7 @@ def read_all(manifest: Manifest, columns: Sequence[str] | None = None) -> list[R
     """Returns all rows of a manifest, in its order."""
     rows: list[Row] = []
     for block in range(manifest.num_blocks):
-        shard = Shard(manifest, int(manifest.shard_of_block(np.array(block))))
+        shard = Shard(manifest, manifest.shard_with(block))
         read_runs = format_of("." + manifest.formats[shard.index]).read_runs
         rows += python_rows(read_runs(shard, block, columns))
     return rows

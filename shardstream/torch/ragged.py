@@ -61,7 +61,7 @@ class Ragged:
     @property
     def lengths(self) -> Tensor:
         """``int64[b]``: the number of values of each row; 0 for null rows."""
-        if self.offsets.device.type != "cpu":
+        if not self.offsets.is_cpu:
             return self.offsets[1:] - self.offsets[:-1]
         # In numpy: every operation of torch lets threads that read take the interpreter's lock, and waits for it.
         offsets = self.offsets.numpy()

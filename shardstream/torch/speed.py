@@ -124,7 +124,7 @@ class SpeedTest:
         manifest, options = self.plan.manifest, self.reading.storage_options
 
         def read(key: RunKey) -> int:
-            shard = Shard(manifest, int(manifest.shard_of_block(np.array(key.block))), options)
+            shard = Shard(manifest, manifest.shard_with(key.block), options)
             ranges = format_of("." + manifest.formats[shard.index]).ranges_of(shard, key.block, self.columns)
             return sum(len(storage.read_range(shard.url, r.start, r.end, options)) for r in ranges)
 
@@ -139,7 +139,7 @@ class SpeedTest:
         manifest, options = self.plan.manifest, self.reading.storage_options
 
         def decode(key: RunKey) -> int:
-            shard = Shard(manifest, int(manifest.shard_of_block(np.array(key.block))), options)
+            shard = Shard(manifest, manifest.shard_with(key.block), options)
             stream = format_of("." + manifest.formats[shard.index]).read_runs(shard, key.block, self.columns)
             return sum(rows.num_bytes for rows in stream)
 
