@@ -105,11 +105,11 @@ class RangeCache:
             try:
                 _write(temporary, _header(data), data)
                 temporary.replace(path)
+            except FileNotFoundError:
+                return  # somebody emptied the cache just now
             except BaseException:
                 _delete(temporary)
                 raise
-        except FileNotFoundError:
-            return  # somebody emptied the cache just now
         except OSError as error:
             self._paused_until = time.monotonic() + _PAUSE_S
             if str(self._folder) not in _warned_of:

@@ -43,7 +43,7 @@ def close_apart(close: Callable[[], None], *, timeout_s: float) -> bool:
         close()
         return True
     try:
-        # To start a thread takes locks, too; but not one that ``threading`` does not know, which starts it then.
+        # To start a ``Thread`` takes locks, too, so that is left to a bare one, which takes none.
         _thread.start_new_thread(begin, ())
     except RuntimeError:  # there can be no more of them
         act()

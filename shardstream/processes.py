@@ -35,7 +35,7 @@ def pool_of(
         yield pool
     except BaseException:
         processes = list(started.values())
-        ending: Any = pool._executor_manager_thread  # noqa: SLF001 - the next line forgets it, so that nothing waits for it
+        ending = getattr(pool, "_executor_manager_thread", None)  # the next line forgets it: nothing would wait for it
         pool.shutdown(wait=False, cancel_futures=True)  # first: it finds no worker lost that has tasks to be cancelled
         for process in processes:
             process.terminate()  # a shard may take minutes, and nobody waits for it any more
