@@ -83,14 +83,14 @@ def parse_footer(footer: bytes, url: str) -> pq.FileMetaData:
     return metadata
 
 
-class _BeforeDataError(Exception):
-    """Data would be read now."""
-
-
 class _NoData:
-    """A file of which pyarrow can learn the size, and no more."""
+    """A file of which pyarrow can learn the size, and no more.
 
-    closed = False
+    Attributes:
+        is_asked: Whether it began to read.
+    """
+
+    closed = is_asked = False
 
     def seek(self, position: int, whence: int = 0) -> int:
         del whence
@@ -100,7 +100,9 @@ class _NoData:
         return 1 << 62
 
     def read(self, size: int = -1) -> bytes:
-        raise _BeforeDataError(size)
+        del size
+        self.is_asked = True  # and no error, of which pyarrow would make text first, and keep the traceback
+        return b""
 
     def close(self) -> None:
         pass
@@ -117,19 +119,20 @@ def _check_chunks(metadata: pq.FileMetaData) -> None:
     groups = range(metadata.num_row_groups)
     if not groups or not metadata.num_columns:
         return
-    file = pq.ParquetFile(pa.PythonFile(_NoData(), mode="r"), metadata=metadata, pre_buffer=True)
+    nothing = _NoData()
+    file = pq.ParquetFile(pa.PythonFile(nothing, mode="r"), metadata=metadata, pre_buffer=True)
     with _interrupts_after():
         try:
             next(file.iter_batches(1, row_groups=groups, use_threads=False))
-        except _BeforeDataError as error:
-            # The file keeps the error, and with a traceback that would keep the file and all variables of all callers.
-            error.__traceback__ = None
+        except OSError:
+            if not nothing.is_asked:
+                raise
     _check_types(metadata)
 
 
 @contextlib.contextmanager
 def _interrupts_after() -> Iterator[None]:
-    """Keeps Ctrl-C until the block's end: one that comes while pyarrow makes text of an exception would be lost."""
+    """Keeps Ctrl-C until the block's end: one that comes while pyarrow is in its midst may be lost."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield
