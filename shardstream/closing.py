@@ -17,7 +17,8 @@ def close_apart(close: Callable[[], None], *, timeout_s: float) -> bool:
     it holds none; and whoever waits for it in such a place goes on after a while, which lets it go on, too.
 
     Args:
-        close: What is to be done. Its errors go to ``sys.unraisablehook``.
+        close: What is to be done. Its errors are a thread's, for ``threading.excepthook``; but they are raised where no
+            thread can begin.
         timeout_s: The longest wait; 0 for none.
 
     Returns:
@@ -37,7 +38,11 @@ def close_apart(close: Callable[[], None], *, timeout_s: float) -> bool:
             is_done.set()
 
     def begin() -> None:
-        threading.Thread(target=act, name="shardstream-close", daemon=True).start()
+        # Of a bare thread that waits for others ``threading`` would keep a dummy for ever.
+        try:
+            threading.Thread(target=act, name="shardstream-close", daemon=True).start()
+        except RuntimeError:
+            act()
 
     if sys.is_finalizing():  # its threads have ended, and no other one would begin
         close()

@@ -85,7 +85,8 @@ def fetch(
 ) -> Generator[Gathered, None, None]:
     """Reads planned micro-batches, in order, ahead of the consumer, several at a time.
 
-    Closing the generator (or dropping it) cancels what is under way and closes every file.
+    Closing the generator (or dropping it) cancels what is under way and closes every file; what is under way is waited
+    for, for 10 s at the most. Nobody waits where it is dropped in another thread than it was last used in.
 
     Args:
         plan: The plan that the batches are of.
@@ -111,7 +112,7 @@ def fetch(
     copying = _Copying(is_ahead=runs.has_core_left)
     ahead: deque[_Gather] = deque()
     waiting = runs.asking_ahead(_gathers(layout, iter(batches), gather_batches(plan, layout, reading, num_workers)))
-    is_late, is_first, home = False, True, threading.get_ident()
+    is_late, is_forgotten, is_first, home = False, False, True, threading.get_ident()
     try:
         for planned in islice(waiting, reading.look_ahead):
             ahead.append(_gather(planned, runs))
@@ -122,6 +123,7 @@ def fetch(
             if ahead[0].is_ready():  # the first batch does not wait while others are planned
                 break
         while ahead:
+            home = threading.get_ident()
             gather = ahead.popleft()
             try:
                 rows, faults = copying.made(gather, reading.timeout_s)
@@ -141,16 +143,19 @@ def fetch(
             if not is_first:
                 yield gathered
             is_first = False
+    except GeneratorExit:
+        is_forgotten = threading.get_ident() != home
+        raise
     finally:
-        # A read that hangs is not waited for, nor is any by another thread than the loop's: there it was forgotten.
-        waits = not is_late and threading.get_ident() == home
-        close_apart(partial(_close, runs, copying), timeout_s=_CLOSING_S if waits else 0)
+        # A read that hangs is not waited for, nor is any where the garbage collector found a loop that was forgotten.
+        close = partial(_close, runs, copying, wait=not is_late)
+        close_apart(close, timeout_s=0 if is_late or is_forgotten else _CLOSING_S)
 
 
-def _close(runs: OpenRuns, copying: _Copying) -> None:
-    for wait_for in (False, True):  # all are told before any is waited for: they wait for each other
-        runs.close(wait=wait_for)
-        copying.close(wait=wait_for)
+def _close(runs: OpenRuns, copying: _Copying, *, wait: bool) -> None:
+    runs.give_up()  # what is copied waits for what is decoded, and that for ranges
+    copying.close(wait=wait)
+    runs.close(wait=wait)
 
 
 def _keep_freed_memory() -> None:

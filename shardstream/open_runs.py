@@ -130,12 +130,18 @@ class OpenRuns:
         if not held.is_continued:
             held.opened.add_done_callback(_close_stream)
 
-    def close(self, *, wait: bool) -> None:
-        """Drops all runs, and lets whoever waits for one that is not there yet know."""
+    def give_up(self) -> None:
+        """Lets nothing more begin; whoever waits for a run that did not is told."""
         if self._ranges is not None:
             self._ranges.give_up()
         for threads in (self._decoding, self._preparing):
-            threads.shutdown(wait=wait, cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def close(self, *, wait: bool) -> None:
+        """Gives up and drops all runs. With ``wait`` what is under way is waited for."""
+        self.give_up()
+        for threads in (self._decoding, self._preparing):
+            threads.shutdown(wait=wait)
         for held in self._held.values():
             held.opened.add_done_callback(_close_stream)
         self._held.clear()
@@ -145,8 +151,6 @@ class OpenRuns:
     def _open(self, key: RunKey) -> _Held:
         before = self._held.get(key._replace(run=key.run - 1))
         self._stats.num_runs_read += 1
-        # Only this thread submits: the garbage collector may close a forgotten loop in a thread that is submitting, and
-        # would wait for a thread that waits to submit.
         if before is not None and not before.is_continued:
             before.is_continued = True
             opened = self._decoding.submit(self._next_run, before.opened, key)

@@ -21,7 +21,7 @@ def pool_of(
 ) -> Iterator[ProcessPoolExecutor]:
     """Gives processes started afresh (spawn): right whatever threads and connections this process has.
 
-    When the block is left by an error they are ended, without waiting for what they do; none of them is left.
+    When the block is left by an error they are ended (SIGTERM), without waiting for what they do.
 
     Args:
         num_workers: How many.
@@ -36,7 +36,7 @@ def pool_of(
     except BaseException:
         processes = list(started.values())
         ending = getattr(pool, "_executor_manager_thread", None)  # the next line forgets it: nothing would wait for it
-        pool.shutdown(wait=False, cancel_futures=True)  # first: it finds no worker lost that has tasks to be cancelled
+        pool.shutdown(wait=False, cancel_futures=True)  # first: its thread must not take what is ended for a crash
         for process in processes:
             process.terminate()  # a shard may take minutes, and nobody waits for it any more
         if ending not in (None, threading.current_thread()):  # the garbage collector closes a generator in any thread

@@ -139,15 +139,18 @@ class Ranges:
         asked.future.cancel()
 
     def give_up(self) -> None:
-        """Lets no request be tried again: those under way end soon, whoever waits for them gets their last error."""
+        """Lets no request begin or be tried again: those under way end soon, whoever waits gets their last error."""
         self._given_up.set()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self, *, wait: bool = True) -> None:
         """Ends the threads. With ``wait`` what is under way is waited for."""
         self.give_up()
         if self._threads is not None:
-            self._threads.shutdown(wait=wait, cancel_futures=True)
-        self._asked.clear()
+            self._threads.shutdown(wait=wait)
+        with self._lock:
+            self._asked.clear()
 
     def _fetch(self, range_: ByteRange) -> Data:
         cached = self._cache.get(_key(range_)) if self._cache is not None else None

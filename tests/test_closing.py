@@ -4,6 +4,8 @@ import subprocess
 import sys
 import threading
 
+import pytest
+
 from shardstream.closing import close_apart
 
 
@@ -27,13 +29,14 @@ def test_it_does_not_wait_where_it_must_not():
     assert closed.wait(20)
 
 
-def test_it_closes_itself_where_no_thread_can_begin(monkeypatch):
+@pytest.mark.parametrize("what", ["_thread.start_new_thread", "threading.Thread.start"])
+def test_it_closes_all_the_same_where_no_thread_can_begin(monkeypatch, what):
     def none(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("_thread.start_new_thread", none)
+    monkeypatch.setattr(what, none)
     closed = []
-    assert close_apart(lambda: closed.append(1), timeout_s=0)
+    assert close_apart(lambda: closed.append(1), timeout_s=20)
     assert closed
 
 

@@ -354,6 +354,16 @@ def test_a_generator_that_is_collected_in_another_thread_is_not_waited_for_there
     assert is_closed_soon(tmp_path)
 
 
+def test_a_loop_that_went_on_in_another_thread_is_waited_for_there(tmp_path):
+    batches = fetched(Plan.make(with_runs(parquet_manifest(tmp_path, [100], 50), 5), batch_size=4))
+    with ThreadPoolExecutor(1) as other:
+        other.submit(next, batches).result()
+    next(batches)
+    batches.close()
+    assert not readers()
+    assert not open_files(tmp_path)
+
+
 @pytest.mark.parametrize("of_whom", ["another pool", "its ranges"])
 def test_a_generator_that_is_collected_while_a_pool_takes_a_task_needs_no_lock_of_it(tmp_path, monkeypatch, of_whom):
     plan = Plan.make(parquet_manifest(tmp_path, [200], 10), batch_size=4)

@@ -124,7 +124,7 @@ def _check_chunks(metadata: pq.FileMetaData) -> None:
     with _interrupts_after():
         try:
             next(file.iter_batches(1, row_groups=groups, use_threads=False))
-        except OSError:
+        except (pa.ArrowException, OSError):
             if not nothing.is_asked:
                 raise
     _check_types(metadata)

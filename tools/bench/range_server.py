@@ -105,6 +105,7 @@ class _Store:
         for at in range(begin, end, _PIECE_NUM_BYTES):
             stop = min(at + _PIECE_NUM_BYTES, end)
             # By the system, from the file to the socket: the client needs the processor's time that copying would take.
+            await writer.drain()
             await loop.sendfile(writer.transport, file, at, stop - at)
             due = started + (stop - begin) / self.bytes_per_s
             if due > loop.time():
