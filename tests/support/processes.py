@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 # The fork server imports torch once and stays single-threaded, so that each rank starts in a fraction of a second.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "shardstream.torch"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed.fsdp", "shardstream.torch"])
 
 
 class RankError(AssertionError):
@@ -35,11 +35,11 @@ def run_ranks(
     queue counts. Whatever happens, no process is left when this returns; ranks that start DataLoader workers
     (``has_workers``) must not be daemons, and workers end with the process that started them.
     """
-    results = _CONTEXT.Queue()
+    results = CONTEXT.Queue()
     with tempfile.TemporaryDirectory() as folder:
         common = (results, function, world_size, f"{folder}/store", group_timeout_s, args)
         processes = [
-            _CONTEXT.Process(target=_rank, args=(rank, *common), daemon=not has_workers) for rank in range(world_size)
+            CONTEXT.Process(target=_rank, args=(rank, *common), daemon=not has_workers) for rank in range(world_size)
         ]
         for process in processes:
             process.start()

@@ -5,11 +5,11 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from shardstream.errors import TopologyError
 from shardstream.torch.rendezvous import init_process_group
 from shardstream.torch.topology import Topology
+from tests.support.processes import CONTEXT
 
 pytestmark = pytest.mark.distributed
 
@@ -40,9 +40,8 @@ def _join(rank, variables, timeout_s, results):
 
 def run(environs, timeout_s):
     """Starts one process per (rank, environment) and returns what they report, by rank."""
-    context = mp.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=_join, args=(rank, env, timeout_s, results)) for rank, env in environs]
+    results = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=_join, args=(rank, env, timeout_s, results)) for rank, env in environs]
     for process in processes:
         process.start()
     found = sorted(results.get(timeout=60) for _ in processes)

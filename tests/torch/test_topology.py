@@ -5,11 +5,11 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardstream.errors import TopologyError
 from shardstream.torch.topology import Topology, check_device, resolve_topology, topology_from_environ
+from tests.support.processes import run_ranks
 
 
 def torchrun(rank=1, size=4, **more):
@@ -188,9 +188,7 @@ def test_a_group_that_the_launcher_contradicts(group_of_one, environ, message):
         resolve_topology(environ=environ)
 
 
-def _resolve_in_mesh(rank, port, results):
-    store = dist.TCPStore("localhost", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+def _resolve_in_mesh(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     named = resolve_topology(mesh=mesh, environ=slurm(rank, 4))
     both = resolve_topology(mesh=mesh, mesh_dim=("dp", "tp"), environ={})
@@ -202,22 +200,12 @@ def _resolve_in_mesh(rank, port, results):
         message = str(error)
     spawned = resolve_topology(environ={**slurm(0, 1), **torchrun(rank, 4)})
     inside = resolve_topology(environ={**slurm(rank // 2, 2), **torchrun(rank, 4)})
-    results.put((rank, named.rank, both.rank, part.rank, named.world_size, both.world_size, message, spawned, inside))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rank, named.rank, both.rank, part.rank, named.world_size, both.world_size, message, spawned, inside
 
 
 @pytest.mark.distributed
 def test_peers_in_a_mesh_share_a_data_rank():
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    context = mp.get_context("fork")
-    results = context.Queue()
-    processes = [context.Process(target=_resolve_in_mesh, args=(rank, store.port, results)) for rank in range(4)]
-    for process in processes:
-        process.start()
-    found = sorted(results.get(timeout=30) for _ in processes)
-    for process in processes:
-        process.join(60)
+    found = run_ranks(_resolve_in_mesh, 4)
     assert [row[:6] for row in found] == [
         (0, 0, 0, 0, 2, 4),
         (1, 0, 1, 1, 2, 4),
