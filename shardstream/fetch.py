@@ -153,9 +153,8 @@ def fetch(
 
 
 def _close(runs: OpenRuns, copying: _Copying, *, wait: bool) -> None:
-    runs.give_up()  # what is copied waits for what is decoded, and that for ranges
+    runs.close(wait=wait)  # first: what is copied waits for it
     copying.close(wait=wait)
-    runs.close(wait=wait)
 
 
 def _keep_freed_memory() -> None:

@@ -130,18 +130,12 @@ class OpenRuns:
         if not held.is_continued:
             held.opened.add_done_callback(_close_stream)
 
-    def give_up(self) -> None:
-        """Lets nothing more begin; whoever waits for a run that did not is told."""
+    def close(self, *, wait: bool) -> None:
+        """Drops all runs, and lets whoever waits for one that is not there yet know."""
         if self._ranges is not None:
             self._ranges.give_up()
         for threads in (self._decoding, self._preparing):
-            threads.shutdown(wait=False, cancel_futures=True)
-
-    def close(self, *, wait: bool) -> None:
-        """Gives up and drops all runs. With ``wait`` what is under way is waited for."""
-        self.give_up()
-        for threads in (self._decoding, self._preparing):
-            threads.shutdown(wait=wait)
+            threads.shutdown(wait=wait, cancel_futures=True)
         for held in self._held.values():
             held.opened.add_done_callback(_close_stream)
         self._held.clear()

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from shardstream.permutation import Int64Array
 
 _DEALT_AT_ONCE = 4096  # samples of a rank
 _MOST_MARKS = 64  # of shards in a cursor, which is to be about 1 KB
+
+_Order: TypeAlias = EpochOrder | PackedOrder
 
 
 class PlannedBatch(NamedTuple):
@@ -140,11 +142,11 @@ class Plan:
         return self.manifest.num_samples if self.packed is None else self.packed.num_sequences
 
     @cached_property
-    def order(self) -> Callable[[int], EpochOrder | PackedOrder]:
+    def order(self) -> Callable[[int], _Order]:
         """Returns the order of an epoch; those in use are kept: the current one, the next where windows reach over."""
         return lru_cache(maxsize=2)(self._make_order)
 
-    def _make_order(self, epoch: int) -> EpochOrder | PackedOrder:
+    def _make_order(self, epoch: int) -> _Order:
         order = EpochOrder(self.manifest, self.seed, epoch, self.lanes, self.shuffle)
         return order if self.packed is None else PackedOrder(order, self.packed)
 
@@ -194,10 +196,9 @@ class Plan:
 
     def sample_ids(self, epoch: int, positions: Int64Array) -> Int64Array:
         """Returns the sample id (of packed sequences: the place on the line) at positions; as ``locate``."""
-        epochs, places = np.divmod(epoch * self.num_positions + positions, self.num_positions)
         ids = np.empty(len(positions), np.int64)
-        for there in _span(epochs):
-            ids[epochs == there] = self.order(there).sample_ids(places[epochs == there])
+        for order, where, places in self._orders(epoch, positions):
+            ids[where] = order.sample_ids(places)
         return ids
 
     def locate(self, epoch: int, positions: Int64Array) -> Located:
@@ -206,20 +207,20 @@ class Plan:
         Raises:
             PlanError: If sequences are packed, which are made of several rows.
         """
-        if len(positions) == 0 or int(positions.max()) < self.num_positions:  # nearly always
-            return self._rows_order(epoch).rows(positions)
-        ahead = positions // self.num_positions
         located = np.empty((3, len(positions)), np.int64)
-        for more in _span(ahead):
-            there, order = ahead == more, self._rows_order(epoch + more)
-            located[:, there] = order.rows(positions[there] - more * self.num_positions)
+        for order, where, places in self._orders(epoch, positions):
+            if isinstance(order, PackedOrder):
+                raise PlanError("a packed sequence is not one row", hint="ask the order for its pieces")
+            located[:, where] = order.rows(places)
         return Located(*located)
 
-    def _rows_order(self, epoch: int) -> EpochOrder:
-        order = self.order(epoch)
-        if isinstance(order, PackedOrder):
-            raise PlanError("a packed sequence is not one row", hint="ask the order for its pieces")
-        return order
+    def _orders(self, epoch: int, positions: Int64Array) -> Iterator[tuple[_Order, BoolArray | slice, Int64Array]]:
+        """Yields the order of each epoch that positions are in, which of them those are, and their places in it."""
+        if len(positions):
+            first, last = (int(end) // self.num_positions for end in (positions.min(), positions.max()))
+            for more in range(first, last + 1):
+                there = slice(None) if first == last else positions // self.num_positions == more
+                yield self.order(epoch + more), there, positions[there] - more * self.num_positions
 
     # ------------------------------------------------------------------------------------------------ cursors
 
@@ -353,11 +354,6 @@ class Plan:
             epoch += more
 
 
-def _span(epochs: Int64Array) -> range:
-    """From the first epoch to the last one: nearly always one."""
-    return range(int(epochs.min()), int(epochs.max()) + 1) if len(epochs) else range(0)
-
-
 def _dealt(epoch: int, deal: Deal, rank: int, wanted: range, of_epoch: range) -> Iterator[PlannedBatch]:
     """Yields the wanted ones of a rank's micro-batches of one epoch; whole windows are dealt many at a time."""
     share, at_once = deal.batch_size * deal.accumulate, max(1, _DEALT_AT_ONCE // (deal.batch_size * deal.accumulate))
@@ -386,7 +382,7 @@ class EpochPlan:
     """The order and the deal of one epoch."""
 
     epoch: int
-    order: EpochOrder | PackedOrder
+    order: _Order
     deal: Deal
 
 

@@ -104,8 +104,8 @@ class _Store:
         started = loop.time()
         for at in range(begin, end, _PIECE_NUM_BYTES):
             stop = min(at + _PIECE_NUM_BYTES, end)
+            await writer.drain()  # who has gone is noticed here
             # By the system, from the file to the socket: the client needs the processor's time that copying would take.
-            await writer.drain()
             await loop.sendfile(writer.transport, file, at, stop - at)
             due = started + (stop - begin) / self.bytes_per_s
             if due > loop.time():
