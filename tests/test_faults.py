@@ -84,7 +84,7 @@ def test_a_store_that_never_recovers_is_given_up_within_the_deadline(server, mon
     url = server.url.replace("http://", "http://me:s3cret@") + "/a.bin?X-Amz-Signature=s3cret"
     with pytest.raises(ReadError, match=r"a\.bin") as caught:
         storage.read_range(url, 100, 5000, {"retry_timeout_s": 0.5})
-    assert time.monotonic() - begun < 30, "half of what it would take by default"
+    assert time.monotonic() - begun < 10
     assert "s3cret" not in str(caught.value)
     reason = {"429": "429", "500": "500", "503": "503", "whole": "ignores byte ranges", "short": "instead of",
               "wrong-range": "instead of", "stall": "no whole answer within", "silent": "no whole answer within",
@@ -113,7 +113,7 @@ def test_nobody_listens(server, monkeypatch):
     begun = time.monotonic()
     with pytest.raises(ReadError, match=r"a\.bin.*(Connect|connect)"):
         storage.read_range(server.url + "/a.bin", 0, 10, {"retry_timeout_s": 0.5})
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - begun < 10
 
 
 def test_expired_credentials_are_not_tried_again(server):
@@ -181,7 +181,7 @@ def test_an_epoch_from_s3_in_which_a_fifth_of_the_requests_fails_is_exact(tmp_pa
         server.close()
         with pytest.raises(ReadError, match=r"part-0000\d\.parquet.*(Connect|connect)"):
             all_rows(remote, storage_options=options)
-        assert time.monotonic() - begun < 60, "half of what it would take by default"
+        assert time.monotonic() - begun < 30
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from shardstream.storage import _obstore, _systems
 from tests.support import stores
 from tests.support.children import told_by_two
 from tests.support.faults import HANGING, Once, soon_try_again, wait_for_answers
+from tests.support.threads import readers
 from tools.faults import PASSING, Faults, FaultyServer, Folder
 
 pytest.importorskip("obstore")
@@ -108,8 +108,7 @@ def test_a_fault_that_passes_costs_another_request(server, client, monkeypatch, 
         soon_try_again(monkeypatch)
     server.faults = Once(kind)
     assert versioned(server)[0] == DATA[100:5000]
-    assert server.counts[kind] == 1
-    assert server.counts["good"] == 1 or kind in HANGING, "where a busy machine may give up a good one, too"
+    assert (server.counts[kind], server.counts["good"]) == (1, 1)
 
 
 @pytest.mark.parametrize("kind", ["429", "500", "503", "whole", "short", "reset-mid-body", "stall", "retry-after"])
@@ -120,7 +119,7 @@ def test_a_store_that_never_recovers_is_given_up_within_the_deadline(server, cli
     begun = time.monotonic()
     with pytest.raises(ReadError, match=r"a\.bin") as caught:
         versioned(server, retry_timeout_s=0.9)
-    assert time.monotonic() - begun < 30, "half of what it would take by default"
+    assert time.monotonic() - begun < 10
     assert "s3cret" not in str(caught.value)
     reason = {"whole": "ignores byte ranges", "short": "instead of", "wrong-range": "instead of",
               "stall": "no whole answer within", "drip": "no whole answer within", "429": "429|Too Many",
@@ -156,7 +155,7 @@ def test_what_hangs_does_not_hold_up_a_reader_that_closes(server, client, kind):
     begun = time.monotonic()
     ranges.close()
     assert time.monotonic() - begun < 5
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("shardstream-read")]
+    assert not readers()
 
 
 def test_a_real_s3_protocol(client):

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 from dataclasses import replace
 from itertools import islice
 
@@ -25,6 +24,7 @@ from shardstream.layout import RowsLayout
 from shardstream.plan import Plan
 from shardstream.ranges import Ranges
 from tests.support.corpora import manifest_of_files, parquet_manifest, with_runs
+from tests.support.threads import readers
 from tools.bench.range_server import RangeServer
 
 MIB = 1 << 20
@@ -90,11 +90,6 @@ def remote(server, folder, paths):
     manifest = manifest_of_files(urls, storage_options=server.storage_options)
     server.served()
     return manifest
-
-
-def readers():
-    """Threads that read."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("shardstream-read")}
 
 
 def read(manifest, server=None, *, columns=None, stats=None, **options):
